@@ -1,0 +1,158 @@
+/* The records that pass between commands: one struct and one encode/decode pair a kind (pd-wire.5).
+ *
+ * A decoded struct points into its arena, never into the input buffer, so it outlives the stream's buffer; free the arena to free it all.
+ * Encoders append one msgpack map to a pd_buf: key "pd" (the kind) first, then "v" (1). Decoders take keys in any order, keep what they do
+ * not know in `extra` (raw msgpack key/value pairs) where the struct has one, and check every type, range and length: input is hostile.
+ * A decode error names the field and the value. Identifiers and hashes of more than 53 bits are bin.
+ */
+#ifndef PD_WIRE_RECORD_H
+#define PD_WIRE_RECORD_H
+
+#include "../base/hash.h"
+#include "../base/id.h"
+#include "../base/mem.h"
+
+enum pd_kind { PD_K_UNKNOWN, PD_K_REQUEST, PD_K_OFFER, PD_K_KV, PD_K_CHUNK, PD_K_TOKEN, PD_K_RESULT, PD_K_ERROR, PD_K_EVENT, PD_K_WORKER, PD_K_ROUTE };
+const char *pd_kind_name(enum pd_kind k);
+
+/* Raw msgpack key/value pairs that follow one another, kept as they came. */
+struct pd_extra { const uint8_t *p; size_t n; uint32_t pairs; };
+
+struct pd_message { struct pd_str role, content; };
+struct pd_logit_bias { int32_t token; float bias; };
+
+/* `request`. Absent numbers hold the defaults after pd_request_resolve; before it `has` tells which came. */
+struct pd_request {
+    char run[PD_RUN_LEN + 1];           /* "" until the first command that reads it makes one */
+    struct pd_bin id;                   /* the caller's own, as raw msgpack (string or integer); absent: p NULL */
+    struct pd_str prompt;
+    struct pd_message *messages; uint32_t n_messages;
+    int32_t *token_ids; uint32_t n_token_ids; bool has_token_ids;
+    uint32_t has;                       /* PD_RQ_* of the fields below that were given */
+    int32_t max_tokens, min_tokens, top_k, n, logprobs /* bool or count -> 0/1 */, top_logprobs, priority;
+    float temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty;
+    int64_t seed, deadline_ms, arrival_us;
+    struct pd_str *stop; uint32_t n_stop;
+    int32_t *stop_token_ids; uint32_t n_stop_token_ids;
+    struct pd_logit_bias *logit_bias; uint32_t n_logit_bias;
+    bool ignore_eos, echo;
+    struct pd_str adapter, cache_salt, idempotency_key;
+    struct pd_bin cancel_token;
+    struct pd_bin timeouts_ms, slo, route;      /* raw msgpack maps, carried */
+    struct pd_extra extra;
+};
+enum { PD_RQ_MAX_TOKENS = 1, PD_RQ_MIN_TOKENS = 2, PD_RQ_TOP_K = 4, PD_RQ_N = 8, PD_RQ_LOGPROBS = 16, PD_RQ_TOP_LOGPROBS = 32, PD_RQ_PRIORITY = 64,
+       PD_RQ_TEMPERATURE = 128, PD_RQ_TOP_P = 256, PD_RQ_MIN_P = 512, PD_RQ_PRESENCE = 1024, PD_RQ_FREQUENCY = 2048, PD_RQ_REPETITION = 4096,
+       PD_RQ_SEED = 8192, PD_RQ_DEADLINE = 16384, PD_RQ_ARRIVAL = 32768 };
+/* Fill defaults (max_tokens 256, temperature 1, top_p 1, top_k 0, min_p 0, penalties neutral, n 1, seed = default_seed), make `run` if absent,
+ * and refuse absurd values by name (PD_EFAIL): top_p outside (0,1], temperature < 0 or not finite, n < 1 or > 128, max_tokens < 0, ... */
+int pd_request_resolve(struct pd_request *r, int64_t default_seed, struct pd_err *e);
+
+struct pd_top { int32_t token; float logprob; };
+struct pd_first { int32_t token; float logprob; struct pd_top *top; uint32_t n_top; };    /* one a choice */
+
+struct pd_kv_layout {
+    uint64_t layout_hash;               /* 64 bits over the layout fields */
+    uint32_t block_size, layers, kv_heads, head_dim;
+    char dtype[8], order[8];            /* "f16" "f32" "bf16"; "HND" */
+};
+
+struct pd_payload {                     /* scheme "" : no payload (null) */
+    char scheme[12];                    /* "inline", "h5" */
+    struct pd_str where;
+    uint64_t bytes, chunk_bytes;        /* all payload bytes, decoded; the largest chunk */
+    uint32_t n_chunks, chunk_blocks;    /* blocks a chunk (the last range may have fewer); one layer each */
+    char codec[8];                      /* "none" */
+};
+
+/* `offer` and `kv`: the KV descriptor (../kv). An offer is the same less first, totals and times.
+ * fp_fields is the fingerprint's canonical msgpack map, raw; fp_sha is the SHA-256 over it. */
+struct pd_kvdesc {
+    bool offer;
+    char run[PD_RUN_LEN + 1];
+    uint8_t op[16], gen[PD_GEN_LEN];
+    uint64_t epoch;
+    uint8_t fp_sha[PD_SHA_LEN]; struct pd_bin fp_fields;
+    uint32_t n_tokens; const int32_t *token_ids;        /* prompt ids; KV exists for all n_tokens of them */
+    struct pd_kv_layout layout;
+    struct pd_bin lease;                /* raw map, absent = null */
+    struct pd_payload payload;
+    struct pd_first *first; uint32_t n_first;
+    struct pd_request request;          /* resolved; its prompt text is carried, its token_ids are not repeated (encoder omits them) */
+    struct pd_bin t;                    /* raw map of stage durations in us, absent = null */
+    struct pd_str domain, worker;
+    struct pd_extra extra;
+};
+
+/* `chunk`: one layer of a range of blocks. data: K of the blocks in order, then V; each block [kv_heads, block_size, head_dim], little-endian. */
+struct pd_chunk {
+    char run[PD_RUN_LEN + 1];
+    uint8_t gen[PD_GEN_LEN];
+    uint32_t index, layer0, layers, block0, blocks;
+    char codec[8];
+    uint64_t raw_len, xxh3;
+    struct pd_bin data;                 /* points into the stream's buffer: the one exception, so that a megabyte is not copied */
+};
+
+struct pd_token {
+    char run[PD_RUN_LEN + 1];
+    uint32_t choice; int32_t pos, token;        /* pos: 0 is the first generated token */
+    struct pd_str text;
+    bool has_logprob; float logprob; struct pd_top *top; uint32_t n_top;
+    int64_t t_us;                       /* since the stream's start */
+};
+
+struct pd_result {
+    char run[PD_RUN_LEN + 1];
+    struct pd_bin id;
+    uint32_t choice;
+    struct pd_str text; const int32_t *tokens; uint32_t n_tokens;
+    const float *logprobs;              /* [n_tokens] or NULL */
+    uint32_t prompt_tokens, completion_tokens, cached_tokens, transferred_tokens, recomputed_tokens;
+    char finish_reason[12], mode[12];
+    struct pd_str fallback;             /* absent = null */
+    double ttft_ms, tpot_ms /* < 0: absent, null */, e2e_ms, kv_ms;
+    uint64_t kv_bytes;
+    uint8_t fingerprint[PD_SHA_LEN]; bool has_fingerprint;
+    uint8_t gen[PD_GEN_LEN]; bool has_gen;
+    struct pd_str prefill_worker, decode_worker;
+    struct pd_extra extra;
+};
+
+struct pd_error_rec { char run[PD_RUN_LEN + 1]; struct pd_bin id; char class_[16]; int code; struct pd_str message; char action[16]; };
+
+/* `event`: one step of a run's state machine (06-faults). Empty strings and zero ids are left out. */
+struct pd_event {
+    char run[PD_RUN_LEN + 1];
+    uint8_t op[16], parent[16]; bool has_op, has_parent;
+    char state[24], role[12], where[12];
+    struct pd_str worker, domain, model_revision, cause;
+    uint8_t gen[PD_GEN_LEN]; bool has_gen;
+    uint64_t bytes;
+    int64_t t_us, mono_us;
+};
+
+/* Encoders append; on failure the buffer keeps its old length. pd_kvdesc_encode ends with `sum`, XXH3-64 (bin, big-endian) over all bytes of the
+ * record before that key. pd_chunk_encode_head writes everything up to and including the header of `data` (the last key): the caller sends the bytes after it. */
+int pd_request_encode(const struct pd_request *r, struct pd_buf *b, struct pd_err *e);
+int pd_kvdesc_encode(const struct pd_kvdesc *d, struct pd_buf *b, struct pd_err *e);
+int pd_chunk_encode_head(const struct pd_chunk *c, struct pd_buf *b, struct pd_err *e);
+int pd_token_encode(const struct pd_token *t, struct pd_buf *b, struct pd_err *e);
+int pd_result_encode(const struct pd_result *r, struct pd_buf *b, struct pd_err *e);
+int pd_error_encode(const struct pd_error_rec *r, struct pd_buf *b, struct pd_err *e);
+int pd_event_encode(const struct pd_event *v, struct pd_buf *b, struct pd_err *e);
+
+/* Decoders take one framed record (frame.h). pd_kvdesc_decode checks `sum` first: PD_ECORRUPT. */
+int pd_request_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_request *r, struct pd_err *e);
+int pd_kvdesc_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_kvdesc *d, struct pd_err *e);
+int pd_chunk_decode(const void *rec, size_t n, struct pd_chunk *c, struct pd_err *e);
+int pd_token_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_token *t, struct pd_err *e);
+int pd_result_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_result *r, struct pd_err *e);
+int pd_error_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_error_rec *r, struct pd_err *e);
+
+/* The value of a string key in a raw msgpack map, by skip-scan (no allocation). 1 found (*out: the value's raw bytes), 0 absent, < 0 malformed. */
+int pd_map_find(const void *map, size_t n, const char *key, struct pd_bin *out);
+/* A short text of a raw `id` for messages ("a", 17, or "-" when absent). */
+const char *pd_id_text(struct pd_bin id, char *out, size_t cap);
+
+#endif

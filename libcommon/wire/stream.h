@@ -1,0 +1,38 @@
+/* Record streams over a file descriptor: a reader that frames, a writer that buffers.
+ *
+ * Reader: the first non-space byte decides: '{' JSON Lines, a msgpack map byte msgpack, anything else one prompt a line when `lines` is set and an
+ * error without. All come out as msgpack records. Reading is incremental: pd_rstream_next with timeout 0 never blocks, so that an engine can
+ * look for work between two steps. The fd itself may be blocking (poll is asked first).
+ * Writer: msgpack, JSON Lines or nothing but what the caller writes raw. Blocking writes; SIGPIPE must be ignored by main: EPIPE becomes PD_ECANCEL.
+ */
+#ifndef PD_WIRE_STREAM_H
+#define PD_WIRE_STREAM_H
+#include "record.h"
+struct iovec;
+
+struct pd_rec {
+    enum pd_kind kind;
+    const uint8_t *p; size_t n;         /* the record's msgpack bytes, valid until the next call on the stream */
+    uint64_t offset;                    /* of the record's first byte in the stream (JSON Lines: of its line) */
+};
+struct pd_rstream_opts { bool lines; size_t max_record; bool own_fd; const char *name; };
+struct pd_rstream;
+int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **out, struct pd_err *e);
+/* 1 a record, 0 end of stream, 2 nothing within timeout_ms (-1 waits for ever; interrupted by a signal counts as 2),
+ * PD_ECORRUPT for a stream that cannot be framed (message with the byte offset; a truncated last record names its run when it has one) and PD_EFAIL
+ * with *bad set for one bad line or record of JSON that may be skipped: the next call goes on after it. */
+int pd_rstream_next(struct pd_rstream *s, int timeout_ms, struct pd_rec *rec, bool *bad, struct pd_err *e);
+int pd_rstream_fd(const struct pd_rstream *s);
+bool pd_rstream_is_json(const struct pd_rstream *s);
+void pd_rstream_free(struct pd_rstream *s);
+
+enum pd_format { PD_FMT_MSGPACK, PD_FMT_JSON };
+struct pd_wstream;
+int pd_wstream_new(int fd, enum pd_format f, bool own_fd, const char *name, struct pd_wstream **out, struct pd_err *e);
+int pd_wstream_put(struct pd_wstream *w, const void *rec, size_t n, struct pd_err *e);          /* one record; converted when JSON */
+int pd_wstream_putv(struct pd_wstream *w, const struct iovec *v, int n, struct pd_err *e);      /* one msgpack record in pieces, written without copying; flushes first. JSON: gathered and converted */
+int pd_wstream_raw(struct pd_wstream *w, const void *p, size_t n, struct pd_err *e);            /* text as it is */
+int pd_wstream_flush(struct pd_wstream *w, struct pd_err *e);
+uint64_t pd_wstream_bytes(const struct pd_wstream *w);
+int pd_wstream_close(struct pd_wstream *w, struct pd_err *e);   /* flush, close (own_fd), free; reports a late ENOSPC */
+#endif
