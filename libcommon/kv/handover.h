@@ -1,0 +1,33 @@
+/* KV as chunks: the plan that an offer implies, exporting pool blocks and importing verified bytes into them.
+ *
+ * Plan: block ranges of chunk_blocks outermost, layers inner; chunk index = range * layers + layer. A chunk's XXH3-64 is seeded with
+ * XXH3-64(gen | layout_hash | layer0 | block0) (16 + 8 + 4 + 4 bytes, big-endian), so that right bytes in a wrong place fail. */
+#ifndef PD_KV_HANDOVER_H
+#define PD_KV_HANDOVER_H
+#include "../wire/record.h"
+#include "pool.h"
+struct iovec;
+struct pd_plan { uint32_t n_blocks, chunk_blocks, n_ranges, n_chunks, layers; uint64_t bytes, chunk_bytes; };
+uint64_t pd_layout_hash(const struct pd_kv_layout *l);
+void pd_layout_from_pool(const struct pd_pool *p, struct pd_kv_layout *l);      /* fills layout_hash too */
+/* chunk_blocks 0: chosen so that a chunk is about 1 MiB. PD_ECORRUPT when sizes overflow or exceed the record limit. */
+int pd_plan_make(const struct pd_kv_layout *l, uint32_t n_tokens, uint32_t chunk_blocks, struct pd_plan *plan, struct pd_err *e);
+uint64_t pd_chunk_seed(const uint8_t gen[16], uint64_t layout_hash, uint32_t layer0, uint32_t block0);
+
+/* Export: fill the chunk's head (run, gen, index, ..., xxh3 over pool memory) and the pieces of its data as iovecs into the pool (at most 2*chunk_blocks,
+ * neighbours merged). blocks[n_blocks]: the run's block table. The unused tail of the last block is zero (the pool zeroes). */
+int pd_export_chunk(const struct pd_pool *p, const uint32_t *blocks, const struct pd_plan *plan, const struct pd_kvdesc *offer, uint32_t index,
+                    struct pd_chunk *c, struct iovec *iov, int *n_iov, struct pd_err *e);
+
+/* Import of one run. begin: checks the offer (plan repeated exactly, layout equals the pool's) and takes blocks. chunk: checks every field against the
+ * plan, the checksum, duplicates (a replayed chunk is PD_ECORRUPT), then copies into the pool; PD_ECORRUPT names run, chunk and what was wrong.
+ * finish: the closing kv repeats the offer and every chunk was verified. Blocks are the importer's until taken by pd_import_take; pd_import_free drops them. */
+struct pd_import;
+int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_import **out, struct pd_err *e);
+int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_err *e);
+int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e);
+uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks);             /* ownership of the block table (pd_free) and of one reference each */
+uint64_t pd_import_bytes(const struct pd_import *im);
+int64_t pd_import_us(const struct pd_import *im);                               /* time spent verifying and copying */
+void pd_import_free(struct pd_import *im);
+#endif

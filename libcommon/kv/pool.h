@@ -1,0 +1,22 @@
+/* The block pool: KV memory of this process. Block = block_size tokens of all layers. Memory is slabs of 64 MiB (memfd sealed against shrinking and
+ * growing, prefaulted), added as needed up to the pool's size. Within a slab, per layer all K then all V of its blocks, each [kv_heads, block_size, head_dim],
+ * so contiguous blocks are contiguous per layer, and one offset (layer, k or v) serves every block of every slab.
+ * Invariant: free + used == total (of the slabs made). Owned by one thread, except that block memory may be read by others while the block is held. */
+#ifndef PD_KV_POOL_H
+#define PD_KV_POOL_H
+#include "../model/config.h"
+struct pd_pool_geom { int layers, kv_heads, head_dim, block_size; enum pd_dtype dtype; };
+struct pd_pool;
+int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool **out, struct pd_err *e);
+void pd_pool_free(struct pd_pool *p);
+const struct pd_pool_geom *pd_pool_geom(const struct pd_pool *p);
+size_t pd_pool_layer_bytes(const struct pd_pool *p);    /* bytes of K (or V) of one layer of one block: kv_heads*block_size*head_dim*size */
+size_t pd_pool_off(const struct pd_pool *p, int layer, int v);  /* add to a block's base: that layer's K (v 0) or V (v 1) */
+uint8_t *pd_pool_base(const struct pd_pool *p, uint32_t block);
+/* All or nothing: n blocks into out[], each with one reference. PD_ENOMEM names blocks wanted, free and the limit. Memory is zeroed at first use and again when a block is reused. */
+int pd_pool_take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e);
+void pd_pool_ref(struct pd_pool *p, uint32_t block);
+void pd_pool_put(struct pd_pool *p, uint32_t block);    /* drop one reference; at zero the block is free */
+struct pd_pool_stats { uint32_t free, used, total, max; uint64_t slab_bytes; };
+struct pd_pool_stats pd_pool_stats(const struct pd_pool *p);
+#endif

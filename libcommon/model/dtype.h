@@ -1,0 +1,23 @@
+/* Weight types: sizes, exact unpacking. One traits row a type ties it to block, dequantise and the integer form that packing wants. */
+#ifndef PD_MODEL_DTYPE_H
+#define PD_MODEL_DTYPE_H
+#include <stdbool.h>
+#include "../../kernels/kernels.h"
+#include "../base/mem.h"
+
+/* The integer form of 256 or 32 consecutive weights of a row: w = scale[s] * (u[i] - off) + min[s], s = i / sub. */
+struct pd_qform { int sub, off; bool has_min, scale_f16 /* scales (and mins) are exact halves */, four_bit; };
+
+struct pd_dtype_traits {
+    enum pd_dtype id; const char *name;
+    int block, block_bytes;             /* elements and bytes of a block as stored */
+    bool quantised; struct pd_qform form;
+    void (*dequant)(const void *blocks, float *out, int64_t n);                 /* n a multiple of block; the published formula, in float32 */
+    void (*unpack)(const void *block, uint8_t *u, float *scale, float *min);    /* one block; quantised types only */
+};
+const struct pd_dtype_traits *pd_dtype_traits(uint32_t ggml_type);      /* NULL: not supported */
+const char *pd_ggml_type_name(uint32_t ggml_type);                      /* also of unsupported ones, "unknown" past the list */
+float pd_half_to_float(uint16_t h); uint16_t pd_float_to_half(float f); /* round to nearest even */
+float pd_bf16_to_float(uint16_t h); uint16_t pd_float_to_bf16(float f);
+size_t pd_dtype_size(enum pd_dtype t);                                  /* bytes of an element of F32, F16, BF16; else 0 */
+#endif

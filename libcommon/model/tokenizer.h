@@ -1,0 +1,22 @@
+/* Text <-> token ids: byte-level BPE (pre-tokenizers by name, through PCRE2) and SentencePiece BPE with byte fallback. Immutable once made; thread safe.
+ * Exact round trip: decode(encode(s)) == s. Special tokens in text are only parsed as such when parse_special is set. */
+#ifndef PD_MODEL_TOKENIZER_H
+#define PD_MODEL_TOKENIZER_H
+#include "gguf.h"
+struct pd_tokenizer;
+enum pd_tok_kind { PD_TOK_BPE, PD_TOK_SPM };
+int pd_tokenizer_from_gguf(const struct pd_gguf *g, struct pd_tokenizer **out, struct pd_err *e);
+void pd_tokenizer_free(struct pd_tokenizer *t);
+enum pd_tok_kind pd_tokenizer_kind(const struct pd_tokenizer *t);
+int pd_tokenizer_vocab(const struct pd_tokenizer *t);
+int pd_tokenizer_bos(const struct pd_tokenizer *t);             /* -1: none */
+int pd_tokenizer_eos(const struct pd_tokenizer *t);
+bool pd_tokenizer_is_eog(const struct pd_tokenizer *t, int id); /* eos, eot, eom: generation ends here */
+bool pd_tokenizer_add_bos(const struct pd_tokenizer *t);
+int pd_tokenizer_find(const struct pd_tokenizer *t, const char *piece, size_t n);       /* id of an exact vocabulary entry, or -1 */
+const uint8_t *pd_tokenizer_digest(const struct pd_tokenizer *t);       /* SHA-256 over kind, pre, tokens, types, scores, merges, special ids, flags */
+/* Appends int32 ids to `ids` (a pd_buf of int32). add_bos follows the model's own flag when `bos` is set. Invalid UTF-8: PD_EFAIL with the byte offset. */
+int pd_tokenize(const struct pd_tokenizer *t, const char *s, size_t n, bool bos, bool parse_special, struct pd_buf *ids, struct pd_err *e);
+/* Appends the bytes of one token; control tokens give nothing unless `special`. `first`: SentencePiece strips the leading space of the text's first token. */
+int pd_detokenize(const struct pd_tokenizer *t, int32_t id, bool special, bool first, struct pd_buf *out, struct pd_err *e);
+#endif

@@ -1,0 +1,27 @@
+/* A model ready to run: config, tokenizer, chat format and weights repacked once into the kernels' form (kernels.h), in parallel. */
+#ifndef PD_MODEL_WEIGHTS_H
+#define PD_MODEL_WEIGHTS_H
+#include "../base/threads.h"
+#include "chat.h"
+#include "config.h"
+struct pd_layer_weights {
+    float *attn_norm, *ffn_norm;        /* [n_embd] */
+    struct pd_pmat *qkv; int n_qkv;     /* q, k, v: one fused matrix [q|k|v rows] where their types agree and the split falls on groups of 32; else 2 or 3 in order */
+    struct pd_pmat o;
+    struct pd_pmat *gate_up; int n_gate_up;     /* fused [gate|up] or the two */
+    struct pd_pmat down;
+};
+struct pd_model {
+    struct pd_gguf *gguf; struct pd_config cfg; struct pd_tokenizer *tok; struct pd_chat chat;
+    struct pd_layer_weights *layer; float *out_norm; struct pd_pmat head;
+    const struct pd_gguf_tensor *embd; const struct pd_dtype_traits *embd_type; /* rows are dequantised from the map */
+    enum pd_pack numerics;              /* PD_PK_U8: all big matrices integer-dot; else the float kind that occurs */
+    char quant[16];                     /* the type most of the weights have, "Q4_1" */
+    uint8_t digest[PD_SHA_LEN]; char revision[96];      /* name@first 12 hex of the weights digest */
+    size_t packed_bytes; double load_ms;
+};
+struct pd_model_opts { struct pd_threads *threads; const char *chat_template; bool no_weights; /* tokenizer and config only */ bool no_digest; };
+int pd_model_open(const char *path, const struct pd_model_opts *o, struct pd_model **out, struct pd_err *e);
+void pd_model_free(struct pd_model *m);
+void pd_model_embed(const struct pd_model *m, int32_t token, float *out /* [n_embd] */);
+#endif
