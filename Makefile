@@ -1,0 +1,108 @@
+# Build, test and install pd. `make` needs no network; `scripts/setup` installs what it needs.
+#   V=asan | tsan | fault   another build, under build/$(V)
+#   PREFIX, DESTDIR         where `make install` puts things
+CC      ?= gcc
+V       ?=
+PREFIX  ?= /usr/local
+DESTDIR ?=
+B       := build$(if $(V),/$(V))
+VERSION := 0.1
+
+PKGS    := popt msgpack hdf5 libzstd libxxhash libcrypto jansson libpcre2-8 libpng
+CFLAGS  ?= -O2 -g
+FLAGS   := -std=gnu11 -Wall -Wextra -Wvla -Wshadow -Wstrict-prototypes -Wno-unused-parameter -ffp-contract=off -fno-math-errno \
+           -fno-strict-aliasing -fPIC -pthread -D_GNU_SOURCE -DPD_VERSION='"$(VERSION)"' -DPD_PREFIX='"$(PREFIX)"' $(shell pkg-config --cflags $(PKGS))
+LIBS    := $(shell pkg-config --libs $(PKGS)) -lm -pthread
+ifeq ($(V),asan)
+FLAGS   += -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+else ifeq ($(V),tsan)
+FLAGS   += -fsanitize=thread
+else ifeq ($(V),fault)
+FLAGS   += -DPD_FAULT=1
+else ifneq ($(V),)
+$(error V=$(V) is unknown (asan, tsan or fault))
+endif
+
+# One source a kernel, built once for each instruction set; chosen at run time.
+ISA_scalar := -fno-tree-vectorize -fno-tree-slp-vectorize
+ISA_avx2   := -mavx2 -mfma -mf16c -DPD_ISA_AVX2
+ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c -mprefer-vector-width=512 -DPD_ISA_AVX512
+
+LIB_SRC := $(wildcard libcommon/*/*.c libcommon/model/family/*.c)
+CPU_COM := kernels/cpu/select.c
+CPU_ISA := $(filter-out $(CPU_COM),$(wildcard kernels/cpu/*.c))
+LIB_OBJ := $(LIB_SRC:%.c=$(B)/o/%.o) $(patsubst %.c,$(B)/o/%.o,$(wildcard $(CPU_COM))) \
+           $(foreach i,scalar avx2 avx512,$(CPU_ISA:%.c=$(B)/o/%.$(i).o))
+CMDS    := $(patsubst cmd/%.c,$(B)/bin/%,$(wildcard cmd/pd-*.c))
+UNITS   := $(patsubst tests/unit/%.c,$(B)/unit/%,$(wildcard tests/unit/test_*.c))
+FUZZ    := $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
+PLUGIN  := $(B)/hdf5-plugin/libH5Zzstd.so
+
+.PHONY: all lib units fuzz check check-long bench-engine demo install clean
+all: $(CMDS) $(PLUGIN)
+lib: $(B)/libpd.a
+units: $(UNITS)
+fuzz: $(FUZZ)
+
+$(B)/libpd.a: $(LIB_OBJ)
+	@rm -f $@; ar rcs $@ $(LIB_OBJ)
+$(B)/o/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -c $< -o $@
+define isa_rule
+$(B)/o/kernels/cpu/%.$(1).o: kernels/cpu/%.c
+	@mkdir -p $$(@D)
+	$$(CC) $$(FLAGS) $$(CFLAGS) -O3 $$(ISA_$(1)) -DPD_ISA=$(1) -MMD -MP -c $$< -o $$@
+endef
+$(foreach i,scalar avx2 avx512,$(eval $(call isa_rule,$(i))))
+$(B)/bin/%: cmd/%.c $(B)/libpd.a
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -MF $(B)/o/$*.d $< -o $@ $(B)/libpd.a $(LIBS)
+$(B)/unit/%: tests/unit/%.c $(B)/libpd.a
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -MF $(B)/unit/$*.d $< -o $@ $(B)/libpd.a -lcmocka $(LIBS)
+# libFuzzer is clang's: the targets compile the library's sources again, instrumented.
+FUZZ_FLAGS := $(filter-out -fsanitize%,$(FLAGS)) -O1 -g -fsanitize=fuzzer-no-link,address,undefined -Wno-everything
+FUZZ_OBJ   := $(LIB_SRC:%.c=build/fuzz/o/%.o) $(patsubst %.c,build/fuzz/o/%.o,$(wildcard $(CPU_COM))) \
+              $(foreach i,scalar avx2 avx512,$(CPU_ISA:%.c=build/fuzz/o/%.$(i).o))
+build/fuzz/o/%.o: %.c
+	@mkdir -p $(@D)
+	clang $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
+define fuzz_isa_rule
+build/fuzz/o/kernels/cpu/%.$(1).o: kernels/cpu/%.c
+	@mkdir -p $$(@D)
+	clang $$(FUZZ_FLAGS) $$(ISA_$(1)) -DPD_ISA=$(1) -MMD -MP -c $$< -o $$@
+endef
+$(foreach i,scalar avx2 avx512,$(eval $(call fuzz_isa_rule,$(i))))
+build/fuzz/libpd.a: $(FUZZ_OBJ)
+	@rm -f $@; ar rcs $@ $(FUZZ_OBJ)
+build/fuzz/%: tests/fuzz/%.c build/fuzz/libpd.a
+	clang $(FUZZ_FLAGS) -fsanitize=fuzzer,address,undefined $< -o $@ build/fuzz/libpd.a $(LIBS)
+
+# The registered HDF5 filter 32015, as a plug-in, so that h5dump and h5py read dumps too.
+$(PLUGIN): $(wildcard libcommon/kv/h5zstd_plugin/*.c)
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) $(CFLAGS) -shared $^ -o $@ $(LIBS)
+
+check: all units
+	B=$(B) V=$(V) scripts/run-tests
+check-long: all units
+	B=$(B) V=$(V) LONG=1 scripts/run-tests
+bench-engine: all
+	scripts/bench-engine
+demo:
+	scripts/demo
+
+install: all
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/pd/hdf5-plugin $(DESTDIR)$(PREFIX)/include/pd \
+	    $(DESTDIR)$(PREFIX)/share/man/man1 $(DESTDIR)$(PREFIX)/share/man/man5 $(DESTDIR)$(PREFIX)/share/man/man7 $(DESTDIR)$(PREFIX)/share/bash-completion/completions
+	install -m755 $(CMDS) $(DESTDIR)$(PREFIX)/bin
+	install -m644 $(B)/libpd.a $(DESTDIR)$(PREFIX)/lib
+	install -m755 $(PLUGIN) $(DESTDIR)$(PREFIX)/lib/pd/hdf5-plugin
+	for f in libcommon/*/*.h kernels/kernels.h; do install -Dm644 $$f $(DESTDIR)$(PREFIX)/include/pd/$$f; done
+	for s in 1 5 7; do for f in man/*.$$s; do install -m644 $$f $(DESTDIR)$(PREFIX)/share/man/man$$s; done; done
+	for c in $(notdir $(CMDS)); do install -m644 scripts/completion/pd.bash $(DESTDIR)$(PREFIX)/share/bash-completion/completions/$$c; done
+clean:
+	rm -rf build
+
+-include $(shell find $(B)/o $(B)/unit build/fuzz/o -name '*.d' 2>/dev/null)
