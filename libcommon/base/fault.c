@@ -1,0 +1,56 @@
+#include "fault.h"
+
+#ifdef PD_FAULT
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char *const point_name[] = { "malloc", "read", "write", "fsync", "mmap" };
+enum { N_POINTS = sizeof point_name / sizeof *point_name };
+static long fail_at[N_POINTS];
+static atomic_long passes[N_POINTS];
+static pthread_once_t parsed = PTHREAD_ONCE_INIT;
+
+static int point_index(const char *s, size_t n)
+{
+    for (int i = 0; i < N_POINTS; i++)
+        if (strlen(point_name[i]) == n && !memcmp(point_name[i], s, n))
+            return i;
+    return -1;
+}
+
+/* A drill with a misspelt point would pass without having drilled anything: that ends the process. Only this build has it. */
+static void refuse(const char *spec)
+{
+    dprintf(2, "PD_FAULT: '%s' is not point:fail:N (points: malloc read write fsync mmap; example: malloc:fail:17)\n", spec);
+    _exit(2);
+}
+
+static void parse(void)
+{
+    const char *all = getenv("PD_FAULT"), *s = all;
+    while (s && *s) {
+        const char *colon = strchr(s, ':');
+        int i = colon ? point_index(s, (size_t)(colon - s)) : -1;
+        char *end;
+        if (i < 0 || strncmp(colon, ":fail:", 6))
+            refuse(all);
+        fail_at[i] = strtol(colon + 6, &end, 10);
+        if (end == colon + 6 || fail_at[i] < 1 || (*end && *end != ','))
+            refuse(all);
+        s = *end ? end + 1 : end;
+    }
+}
+
+bool pd_fault(const char *point)
+{
+    pthread_once(&parsed, parse);
+    int i = point_index(point, strlen(point));
+    return i >= 0 && fail_at[i] && atomic_fetch_add(&passes[i], 1) + 1 == fail_at[i];
+}
+#else
+typedef int pd_fault_is_not_compiled_in;    /* ISO C wants something in every file */
+#endif

@@ -1,0 +1,14 @@
+/* Named fault points: PD_FAULT=point:fail:N[,point:fail:N...] makes the N-th pass (from 1) through a point fail, once.
+ *
+ * Points: malloc read write fsync mmap. Compiled in by `make V=fault` only; elsewhere pd_fault is the constant false. The code at a point
+ * behaves as if the system had refused: an allocation gives NULL, a system call fails with EIO (write: ENOSPC).
+ */
+#ifndef PD_BASE_FAULT_H
+#define PD_BASE_FAULT_H
+#include <stdbool.h>
+#ifdef PD_FAULT
+bool pd_fault(const char *point);
+#else
+static inline bool pd_fault(const char *point) { (void)point; return false; }
+#endif
+#endif
