@@ -1,0 +1,48 @@
+# Bash completion for the pd commands. Options come from the command's own --help, so they are never out of date.
+
+_pd_options() {
+    "$1" --help 2>/dev/null | grep -oE -- '(^|[ ,])--?[A-Za-z0-9][A-Za-z0-9-]*' | tr -d ' ,' | sort -u
+}
+
+_pd() {
+    local cmd=$1 cur=$2 prev=$3 name=${1##*/} words
+    COMPREPLY=()
+
+    # --name=value arrives here as three words.
+    if [[ $cur == = ]]; then cur= ; elif [[ $prev == = ]]; then prev=${COMP_WORDS[COMP_CWORD - 2]}; fi
+    [[ ${COMP_WORDS[COMP_CWORD]} != = ]] || prev=${COMP_WORDS[COMP_CWORD - 1]}
+
+    case $prev in
+        --format) words="json msgpack" ;;
+        --kv-dtype) words="f16 f32 bf16" ;;
+        --kv) words="inline" ;;
+        --on-mismatch) words="recompute fail" ;;
+        --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
+        --chunk | -t | --threads | --block-size | --seed) return ;;
+        -m | --model | -i | --input | -o | --output | --trace | --ids | --out) compopt -o default 2>/dev/null; return ;;
+    esac
+
+    if [[ -z $words && $cur == -* ]]; then words=$(_pd_options "$cmd"); fi
+
+    if [[ -z $words ]]; then
+        local i verbs=()
+        for ((i = 1; i < COMP_CWORD; i++)); do
+            [[ ${COMP_WORDS[i]} == -* ]] || verbs+=("${COMP_WORDS[i]}")
+        done
+        case $name in
+            pd-trace)
+                if [[ ${#verbs[@]} == 0 ]]; then words="cat kv"
+                elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice salvage png"
+                fi ;;
+            pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits" ;;
+        esac
+    fi
+
+    if [[ -n $words ]]; then
+        mapfile -t COMPREPLY < <(compgen -W "$words" -- "$cur")
+    else
+        compopt -o default 2>/dev/null
+    fi
+}
+
+complete -F _pd pd-prefill pd-decode pd-trace pd-bench
