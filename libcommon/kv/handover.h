@@ -9,6 +9,7 @@
 struct iovec;
 struct pd_plan { uint32_t n_blocks, chunk_blocks, n_ranges, n_chunks, layers; uint64_t bytes, chunk_bytes; };
 uint64_t pd_layout_hash(const struct pd_kv_layout *l);
+int pd_layout_check(const struct pd_kv_layout *l, struct pd_err *e);            /* known dtype and order, sane sizes, layout_hash that of the fields */
 void pd_layout_from_pool(const struct pd_pool *p, struct pd_kv_layout *l);      /* fills layout_hash too */
 /* chunk_blocks 0: chosen so that a chunk is about 1 MiB. PD_ECORRUPT when sizes overflow or exceed the record limit. */
 int pd_plan_make(const struct pd_kv_layout *l, uint32_t n_tokens, uint32_t chunk_blocks, struct pd_plan *plan, struct pd_err *e);
@@ -26,7 +27,7 @@ struct pd_import;
 int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_import **out, struct pd_err *e);
 int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_err *e);
 int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e);
-uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks);             /* ownership of the block table (pd_free) and of one reference each */
+uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks);             /* ownership of the block table (pd_free) and of one reference each; NULL unless finish said 0 */
 uint64_t pd_import_bytes(const struct pd_import *im);
 int64_t pd_import_us(const struct pd_import *im);                               /* time spent verifying and copying */
 void pd_import_free(struct pd_import *im);

@@ -1,5 +1,6 @@
-/* The block pool: KV memory of this process. Block = block_size tokens of all layers. Memory is slabs of 64 MiB (memfd sealed against shrinking and
- * growing, prefaulted), added as needed up to the pool's size. Within a slab, per layer all K then all V of its blocks, each [kv_heads, block_size, head_dim],
+/* The block pool: KV memory of this process. Block = block_size tokens of all layers. Memory is slabs of at most 64 MiB, all of one size (or of one block,
+ * where a block is larger), each a memfd sealed against shrinking and growing and prefaulted, added as needed up to the pool's size. Lowest free blocks are
+ * given first, so that a run's blocks tend to be neighbours and low slabs fill before new ones are made. Within a slab, per layer all K then all V of its blocks, each [kv_heads, block_size, head_dim],
  * so contiguous blocks are contiguous per layer, and one offset (layer, k or v) serves every block of every slab.
  * Invariant: free + used == total (of the slabs made). Owned by one thread, except that block memory may be read by others while the block is held. */
 #ifndef PD_KV_POOL_H
@@ -15,8 +16,11 @@ size_t pd_pool_off(const struct pd_pool *p, int layer, int v);  /* add to a bloc
 uint8_t *pd_pool_base(const struct pd_pool *p, uint32_t block);
 /* All or nothing: n blocks into out[], each with one reference. PD_ENOMEM names blocks wanted, free and the limit. Memory is zeroed at first use and again when a block is reused. */
 int pd_pool_take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e);
+/* The same without zeroing, for a caller that writes every byte of the blocks before anybody reads them (an import of whole blocks). */
+int pd_pool_take_raw(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e);
 void pd_pool_ref(struct pd_pool *p, uint32_t block);
-void pd_pool_put(struct pd_pool *p, uint32_t block);    /* drop one reference; at zero the block is free */
+void pd_pool_put(struct pd_pool *p, uint32_t block);    /* drop one reference; at zero the block is free. A block that is not held is told on stderr and left alone */
+int pd_pool_slab_fd(const struct pd_pool *p, uint32_t slab);    /* the sealed memfd of slab block / blocks-a-slab, or -1 */
 struct pd_pool_stats { uint32_t free, used, total, max; uint64_t slab_bytes; };
 struct pd_pool_stats pd_pool_stats(const struct pd_pool *p);
 #endif

@@ -1,0 +1,259 @@
+#include <inttypes.h>
+#include <msgpack.h>
+#include <stdio.h>
+#include "../wire/frame.h"
+#include "fingerprint.h"
+
+/* The map is written must-fields first, in the order below, then the advisory ones: must_seed is taken over the bytes between. */
+static const char *const advisory[] = { "numerics", "software" };
+
+static int sink(void *data, const char *p, size_t n)
+{
+    return pd_buf_add(data, p, n, NULL) ? -1 : 0;
+}
+
+/* A failed append sticks: pk->bad is looked at once, at the end. */
+struct pk { msgpack_packer m; bool bad; uint32_t n; };
+
+static void key(struct pk *k, const char *name)
+{
+    size_t n = strlen(name);
+    k->bad |= msgpack_pack_str(&k->m, n) || msgpack_pack_str_body(&k->m, name, n);
+    k->n++;
+}
+static void put_str(struct pk *k, const char *name, const char *v)
+{
+    key(k, name);
+    k->bad |= msgpack_pack_str(&k->m, strlen(v)) || msgpack_pack_str_body(&k->m, v, strlen(v));
+}
+static void put_int(struct pk *k, const char *name, int64_t v) { key(k, name); k->bad |= msgpack_pack_int64(&k->m, v) != 0; }
+static void put_f64(struct pk *k, const char *name, double v) { key(k, name); k->bad |= msgpack_pack_double(&k->m, v) != 0; }
+static void put_bool(struct pk *k, const char *name, bool v) { key(k, name); k->bad |= (v ? msgpack_pack_true(&k->m) : msgpack_pack_false(&k->m)) != 0; }
+static void put_bin(struct pk *k, const char *name, const uint8_t *p, size_t n)
+{
+    key(k, name);
+    k->bad |= msgpack_pack_bin(&k->m, n) || msgpack_pack_bin_body(&k->m, p, n);
+}
+static void put_none(struct pk *k, const char *name) { key(k, name); k->bad |= msgpack_pack_array(&k->m, 0) != 0; }
+
+static const char *kv_dtype_name(enum pd_dtype t)
+{
+    return t == PD_F32 ? "f32" : t == PD_BF16 ? "bf16" : t == PD_F16 ? "f16" : NULL;
+}
+
+static const char *rope_type_name(enum pd_rope_scaling s)
+{
+    return s == PD_ROPE_LINEAR ? "linear" : s == PD_ROPE_LLAMA3 ? "llama3" : "plain";
+}
+
+static int put_rope(struct pk *k, const struct pd_rope *r, struct pd_err *e)
+{
+    put_str(k, "rope_type", rope_type_name(r->scaling));
+    put_f64(k, "rope_theta", r->theta);
+    put_int(k, "rope_dims", r->n_rot);
+    put_str(k, "rope_basis", r->pairs ? "pairs" : "halves");
+    if (r->scaling != PD_ROPE_NONE) {
+        put_f64(k, "rope_factor", r->factor);
+        put_int(k, "rope_original_ctx", r->original_ctx);
+    }
+    if (r->scaling == PD_ROPE_LLAMA3) {
+        put_f64(k, "rope_low_freq_factor", r->low_freq_factor);
+        put_f64(k, "rope_high_freq_factor", r->high_freq_factor);
+    }
+    if (r->freq_factors && r->n_rot > 0) {
+        uint8_t sha[PD_SHA_LEN];
+        int rc = pd_sha256(r->freq_factors, (size_t)(r->n_rot / 2) * sizeof(float), sha, e);
+        if (rc)
+            return rc;
+        put_bin(k, "rope_freq_factors", sha, sizeof sha);
+    }
+    return 0;
+}
+
+static int put_must(struct pk *k, const struct pd_model *m, const struct pd_fp_params *p, struct pd_err *e)
+{
+    const struct pd_config *c = &m->cfg;
+    const uint8_t *tok = m->tok ? pd_tokenizer_digest(m->tok) : NULL;
+    static const uint8_t none[PD_SHA_LEN];
+    if (!memcmp(m->digest, none, sizeof none))
+        return pd_fail(e, PD_EFAIL, "fingerprint: model '%s' was opened without a digest of its weights", c->name);
+    put_str(k, "arch", c->arch);
+    put_int(k, "layers", c->n_layers);
+    put_int(k, "heads", c->n_heads);
+    put_int(k, "kv_heads", c->n_kv_heads);
+    put_int(k, "head_dim", c->head_dim);
+    put_int(k, "hidden", c->n_embd);
+    put_int(k, "ff", c->n_ff);
+    put_int(k, "vocab", c->n_vocab);
+    put_f64(k, "rms_eps", c->rms_eps);
+    put_bool(k, "tied_embeddings", c->tied);
+    put_bin(k, "weights_digest", m->digest, PD_SHA_LEN);
+    put_str(k, "weight_quant", m->quant);
+    put_bin(k, "tokenizer_digest", tok ? tok : none, PD_SHA_LEN);
+    put_bin(k, "chat_digest", m->chat.digest, PD_SHA_LEN);
+    put_str(k, "kv_dtype", kv_dtype_name(p->kv_dtype));
+    put_str(k, "kv_quant", "none");
+    put_str(k, "kv_scale", "none");
+    put_int(k, "block_size", p->block_size);
+    put_str(k, "layout", "layer-major");
+    put_str(k, "order", "HND");
+    int rc = put_rope(k, &c->rope, e);
+    if (rc)
+        return rc;
+    put_int(k, "sliding_window", 0);
+    put_str(k, "attention", "full");
+    put_bool(k, "qk_norm", false);
+    put_f64(k, "soft_cap", 0);
+    put_int(k, "experts", 0);
+    put_int(k, "tp", 1);
+    put_int(k, "pp", 1);
+    put_int(k, "ep", 1);
+    put_none(k, "adapters");
+    put_none(k, "multimodal");
+    put_str(k, "cache_salt_rule", "in-block-hash");
+    put_str(k, "hash", "xxh3-128");
+    put_str(k, "hash_seed", "xxh3-64-of-must");
+    put_int(k, "record_version", 1);
+    return 0;
+}
+
+int pd_fp_make(const struct pd_model *m, const struct pd_fp_params *p, struct pd_fp *fp, struct pd_err *e)
+{
+    struct pd_buf pairs = { 0 };
+    struct pk k = { .bad = false };
+    int rc;
+    memset(fp, 0, sizeof *fp);
+    if (!kv_dtype_name(p->kv_dtype))
+        return pd_fail(e, PD_EUSAGE, "fingerprint: KV dtype %d is none of f16, f32, bf16", (int)p->kv_dtype);
+    msgpack_packer_init(&k.m, &pairs, sink);
+    rc = put_must(&k, m, p, e);
+    if (rc)
+        goto out;
+    size_t n_must = pairs.n;
+    put_str(&k, advisory[0], p->numerics ? p->numerics : "unknown");
+    put_str(&k, advisory[1], p->software ? p->software : "unknown");
+    if (k.bad) {
+        rc = pd_fail(e, PD_ENOMEM, "fingerprint: out of memory");
+        goto out;
+    }
+    uint8_t head[3] = { 0xde, (uint8_t)(k.n >> 8), (uint8_t)k.n };
+    if ((rc = pd_buf_add(&fp->map, head, sizeof head, e)) || (rc = pd_buf_add(&fp->map, pairs.p, pairs.n, e)) ||
+        (rc = pd_sha256(fp->map.p, fp->map.n, fp->sha, e)))
+        goto out;
+    fp->must_seed = pd_xxh3(pairs.p, n_must, 0);
+out:
+    pd_buf_free(&pairs);
+    if (rc)
+        pd_fp_free(fp);
+    return rc;
+}
+
+void pd_fp_free(struct pd_fp *fp)
+{
+    pd_buf_free(&fp->map);
+    memset(fp, 0, sizeof *fp);
+}
+
+/* Values come off the wire: whatever they hold, the text is short and printable. */
+static const char *show(const msgpack_object *v, char *out, size_t cap)
+{
+    size_t n;
+    switch (v->type) {
+    case MSGPACK_OBJECT_NIL: snprintf(out, cap, "null"); break;
+    case MSGPACK_OBJECT_BOOLEAN: snprintf(out, cap, "%s", v->via.boolean ? "true" : "false"); break;
+    case MSGPACK_OBJECT_POSITIVE_INTEGER: snprintf(out, cap, "%" PRIu64, v->via.u64); break;
+    case MSGPACK_OBJECT_NEGATIVE_INTEGER: snprintf(out, cap, "%" PRId64, v->via.i64); break;
+    case MSGPACK_OBJECT_FLOAT32: case MSGPACK_OBJECT_FLOAT64: snprintf(out, cap, "%.9g", v->via.f64); break;
+    case MSGPACK_OBJECT_STR:
+        n = v->via.str.size < 40 ? v->via.str.size : 40;
+        n = n < cap - 1 ? n : cap - 1;
+        for (size_t i = 0; i < n; i++)
+            out[i] = v->via.str.ptr[i] >= 0x20 && v->via.str.ptr[i] < 0x7f ? v->via.str.ptr[i] : '?';
+        out[n] = 0;
+        break;
+    case MSGPACK_OBJECT_BIN:
+        n = v->via.bin.size < 6 ? v->via.bin.size : 6;
+        pd_hex((const uint8_t *)v->via.bin.ptr, n, out);
+        break;
+    case MSGPACK_OBJECT_ARRAY: snprintf(out, cap, "a list of %u", v->via.array.size); break;
+    case MSGPACK_OBJECT_MAP: snprintf(out, cap, "a map of %u", v->via.map.size); break;
+    default: snprintf(out, cap, "an unknown type"); break;
+    }
+    return out;
+}
+
+static int parse(struct pd_bin b, msgpack_unpacked *u, const char *side, struct pd_err *e)
+{
+    struct pd_frame_scan scan = { 0 };
+    struct pd_err why = { 0 };
+    size_t len = 0, off = 0;
+    if (!b.p || pd_frame_next(&scan, b.p, b.n, PD_MAX_RECORD_DEFAULT, &len, &why) != 1 || len != b.n || pd_frame_check(b.p, b.n, &why))
+        return pd_fail(e, PD_ECORRUPT, "%s fingerprint is malformed: %s", side, why.msg[0] ? why.msg : "not one whole map");
+    if (msgpack_unpack_next(u, (const char *)b.p, b.n, &off) != MSGPACK_UNPACK_SUCCESS || u->data.type != MSGPACK_OBJECT_MAP)
+        return pd_fail(e, PD_ECORRUPT, "%s fingerprint is malformed", side);
+    if (!u->data.via.map.size || u->data.via.map.size > 256)
+        return pd_fail(e, PD_ECORRUPT, "%s fingerprint has %u fields (1 to 256 make sense)", side, u->data.via.map.size);
+    return 0;
+}
+
+static const msgpack_object *find(const msgpack_object_map *m, const msgpack_object_str *name)
+{
+    for (uint32_t i = 0; i < m->size; i++) {
+        const msgpack_object_str *k = &m->ptr[i].key.via.str;
+        if (k->size == name->size && !memcmp(k->ptr, name->ptr, k->size))
+            return &m->ptr[i].val;
+    }
+    return NULL;
+}
+
+static bool is_advisory(const msgpack_object_str *k)
+{
+    for (size_t i = 0; i < sizeof advisory / sizeof *advisory; i++)
+        if (k->size == strlen(advisory[i]) && !memcmp(k->ptr, advisory[i], k->size))
+            return true;
+    return false;
+}
+
+static void tell(struct pd_err *e, const msgpack_object *name, const msgpack_object *a, const msgpack_object *b)
+{
+    char n[64], va[64], vb[64];
+    pd_fail(e, PD_EINCOMPAT, "%s differs (prefill %s, decode %s)", show(name, n, sizeof n), a ? show(a, va, sizeof va) : "has none", b ? show(b, vb, sizeof vb) : "has none");
+}
+
+enum pd_fp_verdict pd_fp_compare(struct pd_bin prefill, struct pd_bin decode, struct pd_err *e)
+{
+    msgpack_unpacked ua, ub;
+    enum pd_fp_verdict v = PD_FP_DIFFERS;
+    struct pd_err soft = { 0 };
+    msgpack_unpacked_init(&ua);
+    msgpack_unpacked_init(&ub);
+    if (parse(prefill, &ua, "prefill", e) || parse(decode, &ub, "decode", e))
+        goto out;
+    const msgpack_object_map *a = &ua.data.via.map, *b = &ub.data.via.map;
+    for (int pass = 0; pass < 2; pass++) {          /* all of a's fields, then those that only b has */
+        const msgpack_object_map *m = pass ? b : a, *other = pass ? a : b;
+        for (uint32_t i = 0; i < m->size; i++) {
+            const msgpack_object *mine = &m->ptr[i].val, *its = find(other, &m->ptr[i].key.via.str);
+            if (its && (pass || msgpack_object_equal(*mine, *its)))
+                continue;
+            bool adv = is_advisory(&m->ptr[i].key.via.str);
+            if (!adv) {
+                tell(e, &m->ptr[i].key, pass ? its : mine, pass ? mine : its);
+                goto out;
+            }
+            struct pd_err one, before = soft;
+            tell(&one, &m->ptr[i].key, pass ? its : mine, pass ? mine : its);
+            if (before.code)
+                pd_fail(&soft, PD_EINCOMPAT, "%.240s; %.240s", before.msg, one.msg);
+            else
+                soft = one;
+        }
+    }
+    v = soft.code ? PD_FP_ADVISORY : PD_FP_SAME;
+    if (soft.code && e)
+        *e = soft;
+out:
+    msgpack_unpacked_destroy(&ua);
+    msgpack_unpacked_destroy(&ub);
+    return v;
+}

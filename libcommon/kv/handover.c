@@ -1,0 +1,439 @@
+#include <inttypes.h>
+#include <sys/uio.h>
+#include "../base/clock.h"
+#include "../model/dtype.h"
+#include "../wire/frame.h"
+#include "handover.h"
+
+#define CHUNK_TARGET ((uint64_t)1 << 20)
+#define CHUNK_MAX_BLOCKS 256    /* when we choose: a chunk's pieces stay within one writev */
+#define HEAD_ROOM 1024          /* bytes of a chunk record besides its data, generously */
+
+static const struct { const char *name; enum pd_dtype t; } kv_dtypes[] = { { "f16", PD_F16 }, { "f32", PD_F32 }, { "bf16", PD_BF16 } };
+
+static size_t dtype_size_of(const char *name)
+{
+    for (size_t i = 0; i < sizeof kv_dtypes / sizeof *kv_dtypes; i++)
+        if (!strcmp(kv_dtypes[i].name, name))
+            return pd_dtype_size(kv_dtypes[i].t);
+    return 0;
+}
+
+static void put_be32(uint8_t out[4], uint32_t v)
+{
+    for (int i = 0; i < 4; i++)
+        out[i] = (uint8_t)(v >> (24 - 8 * i));
+}
+
+/* XXH3-64, seed 0, over four big-endian 32-bit numbers, then the two names each with its NUL. */
+uint64_t pd_layout_hash(const struct pd_kv_layout *l)
+{
+    uint8_t b[16 + sizeof l->dtype + sizeof l->order + 2];
+    size_t n = 16, d = strnlen(l->dtype, sizeof l->dtype), o = strnlen(l->order, sizeof l->order);
+    put_be32(b, l->block_size);
+    put_be32(b + 4, l->layers);
+    put_be32(b + 8, l->kv_heads);
+    put_be32(b + 12, l->head_dim);
+    memcpy(b + n, l->dtype, d);
+    n += d;
+    b[n++] = 0;
+    memcpy(b + n, l->order, o);
+    n += o;
+    b[n++] = 0;
+    return pd_xxh3(b, n, 0);
+}
+
+void pd_layout_from_pool(const struct pd_pool *p, struct pd_kv_layout *l)
+{
+    const struct pd_pool_geom *g = pd_pool_geom(p);
+    memset(l, 0, sizeof *l);
+    l->block_size = (uint32_t)g->block_size;
+    l->layers = (uint32_t)g->layers;
+    l->kv_heads = (uint32_t)g->kv_heads;
+    l->head_dim = (uint32_t)g->head_dim;
+    for (size_t i = 0; i < sizeof kv_dtypes / sizeof *kv_dtypes; i++)
+        if (kv_dtypes[i].t == g->dtype)
+            strcpy(l->dtype, kv_dtypes[i].name);
+    strcpy(l->order, "HND");
+    l->layout_hash = pd_layout_hash(l);
+}
+
+int pd_layout_check(const struct pd_kv_layout *l, struct pd_err *e)
+{
+    if (!dtype_size_of(l->dtype))
+        return pd_fail(e, PD_EINCOMPAT, "KV dtype '%.8s' is none of f16, f32, bf16", l->dtype);
+    if (strcmp(l->order, "HND"))
+        return pd_fail(e, PD_EINCOMPAT, "KV order '%.8s' is not HND", l->order);
+    if (l->block_size < 1 || l->block_size > 65536 || l->layers < 1 || l->layers > 4096 || l->kv_heads < 1 || l->kv_heads > 65536 || l->head_dim < 1 ||
+        l->head_dim > 65536)
+        return pd_fail(e, PD_ECORRUPT, "KV layout makes no sense: blocks of %u tokens, %u layers, %u heads of %u", l->block_size, l->layers, l->kv_heads, l->head_dim);
+    if (l->layout_hash != pd_layout_hash(l))
+        return pd_fail(e, PD_ECORRUPT, "KV layout hash %016" PRIx64 " is not that of its fields (%016" PRIx64 ")", l->layout_hash, pd_layout_hash(l));
+    return 0;
+}
+
+int pd_plan_make(const struct pd_kv_layout *l, uint32_t n_tokens, uint32_t chunk_blocks, struct pd_plan *plan, struct pd_err *e)
+{
+    size_t per = dtype_size_of(l->dtype), bytes, total, chunks;
+    memset(plan, 0, sizeof *plan);
+    if (!per || !l->block_size || !l->layers || !l->kv_heads || !l->head_dim || !n_tokens)
+        return pd_fail(e, PD_ECORRUPT, "KV of %u tokens in blocks of %u, %u layers, %u heads of %u, dtype '%.8s' makes no sense", n_tokens, l->block_size, l->layers,
+                       l->kv_heads, l->head_dim, l->dtype);
+    /* K and V of one layer of one block */
+    if (!pd_mul_size(per, 2, &per) || !pd_mul_size(per, l->block_size, &per) || !pd_mul_size(per, l->kv_heads, &per) || !pd_mul_size(per, l->head_dim, &per) ||
+        per > PD_MAX_RECORD_DEFAULT - HEAD_ROOM)
+        return pd_fail(e, PD_ECORRUPT, "a KV block of %u tokens, %u heads of %u does not fit a record of %u bytes (use a smaller --block-size)", l->block_size,
+                       l->kv_heads, l->head_dim, PD_MAX_RECORD_DEFAULT);
+    plan->layers = l->layers;
+    plan->n_blocks = (uint32_t)(((uint64_t)n_tokens + l->block_size - 1) / l->block_size);
+    if (!chunk_blocks) {
+        uint64_t c = CHUNK_TARGET / per;
+        chunk_blocks = c < 1 ? 1 : c > CHUNK_MAX_BLOCKS ? CHUNK_MAX_BLOCKS : (uint32_t)c;
+    }
+    if (chunk_blocks > plan->n_blocks)
+        chunk_blocks = plan->n_blocks;
+    plan->chunk_blocks = chunk_blocks;
+    plan->n_ranges = (plan->n_blocks - 1) / chunk_blocks + 1;
+    if (!pd_mul_size(per, chunk_blocks, &bytes) || bytes > PD_MAX_RECORD_DEFAULT - HEAD_ROOM)
+        return pd_fail(e, PD_ECORRUPT, "a chunk of %u blocks of %zu bytes does not fit a record of %u bytes", chunk_blocks, per, PD_MAX_RECORD_DEFAULT);
+    if (!pd_mul_size(plan->n_ranges, l->layers, &chunks) || chunks > UINT32_MAX || !pd_mul_size(per, plan->n_blocks, &total) || !pd_mul_size(total, l->layers, &total))
+        return pd_fail(e, PD_ECORRUPT, "KV of %u tokens of %u layers overflows", n_tokens, l->layers);
+    plan->n_chunks = (uint32_t)chunks;
+    plan->bytes = total;
+    plan->chunk_bytes = bytes;
+    return 0;
+}
+
+uint64_t pd_chunk_seed(const uint8_t gen[16], uint64_t layout_hash, uint32_t layer0, uint32_t block0)
+{
+    uint8_t b[32];
+    memcpy(b, gen, 16);
+    pd_put_be64(b + 16, layout_hash);
+    put_be32(b + 24, layer0);
+    put_be32(b + 28, block0);
+    return pd_xxh3(b, sizeof b, 0);
+}
+
+/* What the plan says about chunk `index`. */
+struct place { uint32_t layer, block0, blocks; };
+
+static struct place place_of(const struct pd_plan *plan, uint32_t index)
+{
+    struct place at = { index % plan->layers, index / plan->layers * plan->chunk_blocks, plan->chunk_blocks };
+    if (at.blocks > plan->n_blocks - at.block0)
+        at.blocks = plan->n_blocks - at.block0;
+    return at;
+}
+
+/* The pieces of pool memory that hold K, then V of the blocks, in order; neighbours are one piece. */
+static int pieces(const struct pd_pool *p, const uint32_t *blocks, struct place at, struct iovec *iov)
+{
+    size_t bytes = pd_pool_layer_bytes(p);
+    int n = 0;
+    for (int v = 0; v < 2; v++) {
+        size_t off = pd_pool_off(p, (int)at.layer, v);
+        for (uint32_t i = 0; i < at.blocks; i++) {
+            uint8_t *a = pd_pool_base(p, blocks[at.block0 + i]) + off;
+            if (n && (uint8_t *)iov[n - 1].iov_base + iov[n - 1].iov_len == a)
+                iov[n - 1].iov_len += bytes;
+            else
+                iov[n++] = (struct iovec){ a, bytes };
+        }
+    }
+    return n;
+}
+
+static int same_layout(const struct pd_kv_layout *l, const struct pd_pool *p, struct pd_err *e)
+{
+    struct pd_kv_layout mine;
+    pd_layout_from_pool(p, &mine);
+    const struct { const char *name; uint32_t theirs, ours; } f[] = {
+        { "block_size", l->block_size, mine.block_size }, { "layers", l->layers, mine.layers },
+        { "kv_heads", l->kv_heads, mine.kv_heads }, { "head_dim", l->head_dim, mine.head_dim },
+    };
+    for (size_t i = 0; i < sizeof f / sizeof *f; i++)
+        if (f[i].theirs != f[i].ours)
+            return pd_fail(e, PD_EINCOMPAT, "%s of the KV layout differs (prefill %u, decode %u)", f[i].name, f[i].theirs, f[i].ours);
+    if (strcmp(l->dtype, mine.dtype))
+        return pd_fail(e, PD_EINCOMPAT, "kv_dtype of the KV layout differs (prefill %.8s, decode %.8s)", l->dtype, mine.dtype);
+    return 0;
+}
+
+int pd_export_chunk(const struct pd_pool *p, const uint32_t *blocks, const struct pd_plan *plan, const struct pd_kvdesc *offer, uint32_t index,
+                    struct pd_chunk *c, struct iovec *iov, int *n_iov, struct pd_err *e)
+{
+    if (index >= plan->n_chunks || plan->layers != (uint32_t)pd_pool_geom(p)->layers)
+        return pd_fail(e, PD_EFAIL, "run %s: no chunk %u in a plan of %u chunks of %u layers", offer->run, index, plan->n_chunks, plan->layers);
+    struct place at = place_of(plan, index);
+    memset(c, 0, sizeof *c);
+    memcpy(c->run, offer->run, sizeof c->run);
+    memcpy(c->gen, offer->gen, sizeof c->gen);
+    c->index = index;
+    c->layer0 = at.layer;
+    c->layers = 1;
+    c->block0 = at.block0;
+    c->blocks = at.blocks;
+    strcpy(c->codec, "none");
+    c->raw_len = 2 * (uint64_t)pd_pool_layer_bytes(p) * at.blocks;
+    c->data.n = c->raw_len;
+    *n_iov = pieces(p, blocks, at, iov);
+    c->xxh3 = pd_xxh3v(iov, *n_iov, pd_chunk_seed(offer->gen, offer->layout.layout_hash, at.layer, at.block0));
+    return 0;
+}
+
+struct pd_import {
+    struct pd_pool *pool;
+    struct pd_plan plan;
+    struct pd_kvdesc offer;             /* its pointers lead into `arena` or are NULL */
+    struct pd_buf request;              /* the offer's request, encoded: compared with the closing one */
+    struct pd_arena arena;
+    uint32_t *blocks, n_taken;
+    struct iovec *iov;                  /* [2 * chunk_blocks] */
+    uint64_t *seen; uint32_t n_seen;    /* a bit a chunk */
+    bool finished;
+    uint64_t bytes;
+    int64_t us;
+};
+
+static int check_payload(const struct pd_kvdesc *d, const struct pd_plan *plan, struct pd_err *e)
+{
+    const struct pd_payload *y = &d->payload;
+    const struct { const char *name; uint64_t said, is; } f[] = {
+        { "chunk_blocks", y->chunk_blocks, plan->chunk_blocks }, { "n_chunks", y->n_chunks, plan->n_chunks },
+        { "chunk_bytes", y->chunk_bytes, plan->chunk_bytes }, { "bytes", y->bytes, plan->bytes },
+    };
+    if (strcmp(y->scheme, "inline"))
+        return pd_fail(e, PD_EINCOMPAT, "run %s: payload scheme '%.12s' is not one that is read from a stream (inline)", d->run, y->scheme);
+    if (strcmp(y->codec, "none"))
+        return pd_fail(e, PD_EINCOMPAT, "run %s: payload codec '%.8s' is not known (none)", d->run, y->codec);
+    for (size_t i = 0; i < sizeof f / sizeof *f; i++)
+        if (f[i].said != f[i].is)
+            return pd_fail(e, PD_ECORRUPT, "run %s: descriptor says %s %" PRIu64 ", its layout and %u tokens give %" PRIu64, d->run, f[i].name, f[i].said,
+                           d->n_tokens, f[i].is);
+    return 0;
+}
+
+static int check_offer(const struct pd_pool *p, const struct pd_kvdesc *d, struct pd_plan *plan, struct pd_err *e)
+{
+    uint8_t sha[PD_SHA_LEN];
+    int rc;
+    if (!d->n_tokens || !d->token_ids)
+        return pd_fail(e, PD_ECORRUPT, "run %s: descriptor has no tokens", d->run);
+    if (!d->payload.scheme[0])
+        return pd_fail(e, PD_EFAIL, "run %s: descriptor has no payload (its request ended at prefill)", d->run);
+    if ((rc = pd_layout_check(&d->layout, e)) || (rc = same_layout(&d->layout, p, e)))
+        return pd_err_prefix(e, "run %s", d->run);
+    if (!d->payload.chunk_blocks)
+        return pd_fail(e, PD_ECORRUPT, "run %s: descriptor says chunk_blocks 0", d->run);
+    if ((rc = pd_plan_make(&d->layout, d->n_tokens, d->payload.chunk_blocks, plan, e)))
+        return pd_err_prefix(e, "run %s", d->run);
+    if ((rc = check_payload(d, plan, e)) || (rc = pd_sha256(d->fp_fields.p, d->fp_fields.p ? d->fp_fields.n : 0, sha, e)))
+        return rc;
+    if (memcmp(sha, d->fp_sha, sizeof sha))
+        return pd_fail(e, PD_ECORRUPT, "run %s: the fingerprint's SHA-256 is not that of its fields", d->run);
+    return 0;
+}
+
+static int keep_bin(struct pd_arena *a, struct pd_bin *b, struct pd_err *e)
+{
+    if (b->p && !(b->p = pd_arena_dup(a, b->p, b->n, e)))
+        return PD_ENOMEM;
+    return 0;
+}
+
+static int keep_str(struct pd_arena *a, struct pd_str *s, struct pd_err *e)
+{
+    if (s->p && !(s->p = pd_arena_dup(a, s->p, s->n, e)))
+        return PD_ENOMEM;
+    return 0;
+}
+
+/* The offer's own copy: the record it came in may be gone when the kv arrives. */
+static int keep_offer(struct pd_import *im, const struct pd_kvdesc *offer, struct pd_err *e)
+{
+    struct pd_kvdesc *d = &im->offer;
+    int rc = pd_request_encode(&offer->request, &im->request, e);
+    if (rc)
+        return rc;
+    *d = *offer;
+    memset(&d->request, 0, sizeof d->request);
+    memset(&d->extra, 0, sizeof d->extra);
+    d->first = NULL;
+    d->n_first = 0;
+    d->t = d->lease = (struct pd_bin){ NULL, 0 };
+    if (keep_bin(&im->arena, &d->fp_fields, e) || keep_str(&im->arena, &d->domain, e) || keep_str(&im->arena, &d->worker, e) ||
+        keep_str(&im->arena, &d->payload.where, e))
+        return PD_ENOMEM;
+    size_t n = (size_t)d->n_tokens * sizeof *d->token_ids;
+    return (d->token_ids = pd_arena_dup(&im->arena, d->token_ids, n, e)) ? 0 : PD_ENOMEM;
+}
+
+int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_import **out, struct pd_err *e)
+{
+    struct pd_plan plan;
+    int rc = check_offer(p, offer, &plan, e);
+    if (rc)
+        return rc;
+    struct pd_import *im = pd_calloc(1, sizeof *im, "KV import", e);
+    if (!im)
+        return PD_ENOMEM;
+    im->pool = p;
+    im->plan = plan;
+    if ((rc = keep_offer(im, offer, e)))
+        goto out;
+    rc = PD_ENOMEM;
+    if (!(im->blocks = pd_calloc(plan.n_blocks, sizeof *im->blocks, "KV block table", e)) ||
+        !(im->iov = pd_calloc((size_t)plan.chunk_blocks * 2, sizeof *im->iov, "KV pieces", e)) ||
+        !(im->seen = pd_calloc((plan.n_chunks + (size_t)63) / 64, 8, "KV chunk bitmap", e)))
+        goto out;
+    if ((rc = pd_pool_take_raw(p, plan.n_blocks, im->blocks, e))) {
+        pd_err_prefix(e, "run %s", offer->run);
+        goto out;
+    }
+    im->n_taken = plan.n_blocks;
+    *out = im;
+    return 0;
+out:
+    pd_import_free(im);
+    return rc;
+}
+
+/* The unused tokens of the last block are zero by contract: a tail that is not would be memory of somebody else. */
+static bool tail_is_zero(const struct pd_import *im, const uint8_t *data, struct place at)
+{
+    const struct pd_kv_layout *l = &im->offer.layout;
+    uint32_t used = im->offer.n_tokens % l->block_size;
+    if (at.block0 + at.blocks != im->plan.n_blocks || !used)
+        return true;
+    size_t bytes = pd_pool_layer_bytes(im->pool), row = bytes / l->kv_heads / l->block_size, from = row * used, n = row * (l->block_size - used);
+    for (int v = 0; v < 2; v++) {
+        const uint8_t *block = data + ((size_t)v * at.blocks + at.blocks - 1) * bytes;
+        for (uint32_t h = 0; h < l->kv_heads; h++) {
+            const uint8_t *q = block + (size_t)h * row * l->block_size + from;
+            if (q[0] || memcmp(q, q + 1, n - 1))
+                return false;
+        }
+    }
+    return true;
+}
+
+static int check_chunk(const struct pd_import *im, const struct pd_chunk *c, struct place *out, struct pd_err *e)
+{
+    if (strcmp(c->run, im->offer.run))
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u belongs to run %.26s", im->offer.run, c->index, c->run);
+    if (memcmp(c->gen, im->offer.gen, sizeof c->gen))
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u is of another generation", c->run, c->index);
+    if (c->index >= im->plan.n_chunks)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u is beyond the %u that were offered", c->run, c->index, im->plan.n_chunks);
+    struct place at = place_of(&im->plan, c->index);
+    const struct { const char *name; uint64_t said, is; } f[] = {
+        { "layer0", c->layer0, at.layer }, { "layers", c->layers, 1 }, { "block0", c->block0, at.block0 }, { "blocks", c->blocks, at.blocks },
+        { "raw_len", c->raw_len, 2 * (uint64_t)pd_pool_layer_bytes(im->pool) * at.blocks },
+    };
+    for (size_t i = 0; i < sizeof f / sizeof *f; i++)
+        if (f[i].said != f[i].is)
+            return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u says %s %" PRIu64 ", the offer implies %" PRIu64, c->run, c->index, f[i].name, f[i].said, f[i].is);
+    if (strcmp(c->codec, "none"))
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u says codec '%.8s', the offer none", c->run, c->index, c->codec);
+    if (c->data.n != c->raw_len)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u holds %zu bytes, not %" PRIu64, c->run, c->index, c->data.n, c->raw_len);
+    if (im->seen[c->index / 64] >> (c->index % 64) & 1)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u came twice", c->run, c->index);
+    *out = at;
+    return 0;
+}
+
+int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_err *e)
+{
+    struct place at;
+    int rc = check_chunk(im, c, &at, e);
+    if (rc)
+        return rc;
+    int64_t t0 = pd_mono_us();
+    uint64_t sum = pd_xxh3(c->data.p, c->data.n, pd_chunk_seed(im->offer.gen, im->offer.layout.layout_hash, at.layer, at.block0));
+    if (sum != c->xxh3)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u (layer %u, blocks %u to %u): checksum %016" PRIx64 ", its bytes give %016" PRIx64, c->run, c->index, at.layer,
+                       at.block0, at.block0 + at.blocks - 1, c->xxh3, sum);
+    if (!tail_is_zero(im, c->data.p, at))
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u: the unused tail of the last block is not zero", c->run, c->index);
+    const uint8_t *from = c->data.p;
+    int n = pieces(im->pool, im->blocks, at, im->iov);
+    for (int i = 0; i < n; i++) {
+        memcpy(im->iov[i].iov_base, from, im->iov[i].iov_len);
+        from += im->iov[i].iov_len;
+    }
+    im->seen[c->index / 64] |= (uint64_t)1 << (c->index % 64);
+    im->n_seen++;
+    im->bytes += c->raw_len;
+    im->us += pd_mono_us() - t0;
+    return 0;
+}
+
+static bool bin_eq(struct pd_bin a, struct pd_bin b) { return !a.p == !b.p && (!a.p || (a.n == b.n && !memcmp(a.p, b.p, a.n))); }
+static bool str_eq(struct pd_str a, struct pd_str b) { return !a.p == !b.p && (!a.p || (a.n == b.n && !memcmp(a.p, b.p, a.n))); }
+
+/* The name of the first part of kv that does not repeat the offer, or NULL. */
+static const char *changed(const struct pd_kvdesc *a, const struct pd_kvdesc *b)
+{
+    const struct pd_payload *x = &a->payload, *y = &b->payload;
+    return strcmp(a->run, b->run) ? "run" : memcmp(a->op, b->op, sizeof a->op) ? "op" : memcmp(a->gen, b->gen, sizeof a->gen) ? "gen" :
+           a->epoch != b->epoch ? "epoch" : memcmp(a->fp_sha, b->fp_sha, sizeof a->fp_sha) || !bin_eq(a->fp_fields, b->fp_fields) ? "fingerprint" :
+           a->n_tokens != b->n_tokens ? "n_tokens" : memcmp(a->token_ids, b->token_ids, (size_t)a->n_tokens * sizeof *a->token_ids) ? "token_ids" :
+           a->layout.layout_hash != b->layout.layout_hash || a->layout.layout_hash != pd_layout_hash(&b->layout) ? "layout" : strcmp(x->scheme, y->scheme) || strcmp(x->codec, y->codec) || x->bytes != y->bytes ||
+           x->chunk_bytes != y->chunk_bytes || x->n_chunks != y->n_chunks || x->chunk_blocks != y->chunk_blocks || !str_eq(x->where, y->where) ? "payload" :
+           !str_eq(a->domain, b->domain) ? "domain" : !str_eq(a->worker, b->worker) ? "worker" : NULL;
+}
+
+int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e)
+{
+    struct pd_buf request = { 0 };
+    int rc = 0;
+    if (kv->offer || !kv->token_ids)
+        return pd_fail(e, PD_ECORRUPT, "run %s: not a closing kv record", im->offer.run);
+    const char *what = changed(&im->offer, kv);
+    if (!what) {
+        rc = pd_request_encode(&kv->request, &request, e);
+        if (!rc && (request.n != im->request.n || memcmp(request.p, im->request.p, request.n)))
+            what = "request";
+    }
+    if (what)
+        rc = pd_fail(e, PD_ECORRUPT, "run %s: %s of the kv record is not that of its offer", im->offer.run, what);
+    if (!rc && im->n_seen != im->plan.n_chunks) {
+        uint32_t i = 0;
+        while (im->seen[i / 64] >> (i % 64) & 1)
+            i++;
+        rc = pd_fail(e, PD_ECORRUPT, "run %s: %u of %u chunks are missing (the first is %u)", im->offer.run, im->plan.n_chunks - im->n_seen, im->plan.n_chunks, i);
+    }
+    im->finished = !rc;
+    pd_buf_free(&request);
+    return rc;
+}
+
+uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks)
+{
+    uint32_t *b = im->blocks;
+    if (!im->finished)
+        return NULL;
+    *n_blocks = im->n_taken;
+    im->blocks = NULL;
+    im->n_taken = 0;
+    im->finished = false;
+    return b;
+}
+
+uint64_t pd_import_bytes(const struct pd_import *im) { return im->bytes; }
+int64_t pd_import_us(const struct pd_import *im) { return im->us; }
+
+void pd_import_free(struct pd_import *im)
+{
+    if (!im)
+        return;
+    for (uint32_t i = 0; i < im->n_taken; i++)
+        pd_pool_put(im->pool, im->blocks[i]);
+    pd_free(im->blocks);
+    pd_free(im->iov);
+    pd_free(im->seen);
+    pd_buf_free(&im->request);
+    pd_arena_free(&im->arena);
+    pd_free(im);
+}

@@ -1,0 +1,237 @@
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include "../base/log.h"
+#include "../model/dtype.h"
+#include "pool.h"
+
+#define SLAB_BYTES ((size_t)64 << 20)
+
+struct slab {
+    uint8_t *map;
+    int fd;
+    uint32_t *refs;             /* [slab_blocks] */
+    uint64_t *free_bits;        /* one bit a block: set when free */
+    uint8_t *dirty;             /* [slab_blocks] 1: used before, to be zeroed when taken */
+    uint32_t n_free;
+};
+
+struct pd_pool {
+    struct pd_pool_geom g;
+    size_t layer_bytes, slab_bytes;
+    uint32_t slab_blocks, max_slabs, n_slabs, first_free /* no slab before it has a free block */;
+    uint32_t n_free;
+    int64_t max_bytes;
+    struct slab *slab;          /* [max_slabs] */
+};
+
+static int check_geom(const struct pd_pool_geom *g, size_t *layer_bytes, size_t *block_bytes, struct pd_err *e)
+{
+    size_t el = pd_dtype_size(g->dtype), n = el;
+    if (g->layers < 1 || g->kv_heads < 1 || g->head_dim < 1 || g->block_size < 1 || !el)
+        return pd_fail(e, PD_EFAIL, "KV pool: impossible shape: %d layers, %d KV heads of %d, blocks of %d tokens, dtype %d",
+                       g->layers, g->kv_heads, g->head_dim, g->block_size, (int)g->dtype);
+    if (!pd_mul_size(n, (size_t)g->kv_heads, &n) || !pd_mul_size(n, (size_t)g->head_dim, &n) || !pd_mul_size(n, (size_t)g->block_size, &n))
+        return pd_fail(e, PD_ENOMEM, "KV pool: a block of %d tokens of %d heads of %d overflows", g->block_size, g->kv_heads, g->head_dim);
+    *layer_bytes = n;
+    if (!pd_mul_size(n, 2, &n) || !pd_mul_size(n, (size_t)g->layers, &n) || n > (size_t)1 << 46)
+        return pd_fail(e, PD_ENOMEM, "KV pool: a block of %d layers of %zu bytes is too large", g->layers, *layer_bytes);
+    *block_bytes = n;
+    return 0;
+}
+
+int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool **out, struct pd_err *e)
+{
+    size_t layer_bytes = 0, block_bytes = 0;
+    int rc = check_geom(g, &layer_bytes, &block_bytes, e);
+    if (rc)
+        return rc;
+    if (max_bytes < 1 || (size_t)max_bytes < block_bytes)
+        return pd_fail(e, PD_ENOMEM, "KV pool of %lld bytes holds no block of %zu bytes (give --kv-mem at least that)", (long long)max_bytes, block_bytes);
+
+    /* Slabs of one size, so that one offset (layer, k or v) serves every block; the size is chosen so that the last slab is not mostly beyond the limit. */
+    size_t max_blocks = (size_t)max_bytes / block_bytes, per_slab = SLAB_BYTES / block_bytes;
+    if (per_slab < 1)
+        per_slab = 1;
+    if (max_blocks > UINT32_MAX - 1)
+        max_blocks = UINT32_MAX - 1;
+    size_t n_slabs = (max_blocks + per_slab - 1) / per_slab;
+    per_slab = max_blocks / n_slabs;
+
+    struct pd_pool *p = pd_calloc(1, sizeof *p, "KV pool", e);
+    if (!p)
+        return PD_ENOMEM;
+    p->g = *g;
+    p->layer_bytes = layer_bytes;
+    p->slab_blocks = (uint32_t)per_slab;
+    p->slab_bytes = per_slab * block_bytes;
+    p->max_slabs = (uint32_t)n_slabs;
+    p->max_bytes = max_bytes;
+    p->slab = pd_calloc(n_slabs, sizeof *p->slab, "KV pool slabs", e);
+    if (!p->slab) {
+        pd_free(p);
+        return PD_ENOMEM;
+    }
+    *out = p;
+    return 0;
+}
+
+static void slab_free(struct pd_pool *p, struct slab *s)
+{
+    if (s->map)
+        munmap(s->map, p->slab_bytes);
+    if (s->fd >= 0)
+        close(s->fd);
+    pd_free(s->refs);
+    pd_free(s->free_bits);
+    pd_free(s->dirty);
+    memset(s, 0, sizeof *s);
+}
+
+void pd_pool_free(struct pd_pool *p)
+{
+    if (!p)
+        return;
+    for (uint32_t i = 0; i < p->n_slabs; i++)
+        slab_free(p, &p->slab[i]);
+    pd_free(p->slab);
+    pd_free(p);
+}
+
+static int slab_add(struct pd_pool *p, struct pd_err *e)
+{
+    struct slab *s = &p->slab[p->n_slabs];
+    uint32_t n = p->slab_blocks, words = (n + 63) / 64;
+    int rc = PD_ENOMEM;
+    memset(s, 0, sizeof *s);
+    s->fd = memfd_create("pd-kv", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (s->fd < 0) {
+        rc = pd_fail_sys(e, "KV pool: memfd_create");
+        goto bad;
+    }
+    if (!(s->refs = pd_calloc(n, sizeof *s->refs, "KV block references", e)) || !(s->free_bits = pd_calloc(words, 8, "KV block bits", e)) ||
+        !(s->dirty = pd_calloc(n, 1, "KV block states", e)))
+        goto bad;
+    /* fallocate says ENOSPC or ENOMEM where populating a mapping would only say nothing and fault later. */
+    if (ftruncate(s->fd, (off_t)p->slab_bytes) || fallocate(s->fd, 0, 0, (off_t)p->slab_bytes)) {
+        rc = pd_fail_sys(e, "KV pool: slab %u of %zu bytes (%zu in use already; lower --kv-mem)", p->n_slabs + 1, p->slab_bytes, p->slab_bytes * p->n_slabs);
+        goto bad;
+    }
+    if (fcntl(s->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)) {
+        rc = pd_fail_sys(e, "KV pool: seal a slab");
+        goto bad;
+    }
+    void *m = mmap(NULL, p->slab_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, s->fd, 0);
+    if (m == MAP_FAILED) {
+        rc = pd_fail_sys(e, "KV pool: map slab %u of %zu bytes", p->n_slabs + 1, p->slab_bytes);
+        goto bad;
+    }
+    s->map = m;
+    for (uint32_t i = 0; i < n; i++)
+        s->free_bits[i / 64] |= (uint64_t)1 << (i % 64);
+    s->n_free = n;
+    p->n_free += n;
+    if (p->first_free > p->n_slabs)
+        p->first_free = p->n_slabs;
+    p->n_slabs++;
+    return 0;
+bad:
+    slab_free(p, s);
+    return rc;
+}
+
+const struct pd_pool_geom *pd_pool_geom(const struct pd_pool *p) { return &p->g; }
+size_t pd_pool_layer_bytes(const struct pd_pool *p) { return p->layer_bytes; }
+size_t pd_pool_off(const struct pd_pool *p, int layer, int v) { return ((size_t)layer * 2 + (v != 0)) * p->slab_blocks * p->layer_bytes; }
+uint8_t *pd_pool_base(const struct pd_pool *p, uint32_t block) { return p->slab[block / p->slab_blocks].map + (size_t)(block % p->slab_blocks) * p->layer_bytes; }
+int pd_pool_slab_fd(const struct pd_pool *p, uint32_t slab) { return slab < p->n_slabs ? p->slab[slab].fd : -1; }
+
+static void zero_block(const struct pd_pool *p, uint32_t block)
+{
+    uint8_t *base = pd_pool_base(p, block);
+    for (int l = 0; l < p->g.layers; l++)
+        for (int v = 0; v < 2; v++)
+            memset(base + pd_pool_off(p, l, v), 0, p->layer_bytes);
+}
+
+/* The lowest free block; the caller knows that there is one. */
+static uint32_t take_one(struct pd_pool *p, bool zero)
+{
+    while (!p->slab[p->first_free].n_free)
+        p->first_free++;
+    struct slab *s = &p->slab[p->first_free];
+    uint32_t w = 0;
+    while (!s->free_bits[w])
+        w++;
+    uint32_t i = w * 64 + (uint32_t)__builtin_ctzll(s->free_bits[w]), block = p->first_free * p->slab_blocks + i;
+    s->free_bits[w] &= s->free_bits[w] - 1;
+    s->refs[i] = 1;
+    s->n_free--;
+    p->n_free--;
+    if (zero && s->dirty[i])
+        zero_block(p, block);
+    s->dirty[i] = 1;
+    return block;
+}
+
+static int take(struct pd_pool *p, uint32_t n, uint32_t *out, bool zero, struct pd_err *e)
+{
+    uint64_t max = (uint64_t)p->max_slabs * p->slab_blocks, unmade = (uint64_t)(p->max_slabs - p->n_slabs) * p->slab_blocks;
+    if (n > p->n_free + unmade)
+        return pd_fail(e, PD_ENOMEM, "KV pool: %u blocks of %d tokens wanted, %llu free of %llu (%lld bytes; raise --kv-mem or send fewer at once)",
+                       n, p->g.block_size, (unsigned long long)(p->n_free + unmade), (unsigned long long)max, (long long)p->max_bytes);
+    while (p->n_free < n) {
+        int rc = slab_add(p, e);
+        if (rc)
+            return rc;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        out[i] = take_one(p, zero);
+    return 0;
+}
+
+int pd_pool_take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e) { return take(p, n, out, true, e); }
+int pd_pool_take_raw(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e) { return take(p, n, out, false, e); }
+
+/* NULL for a block that nobody holds: a mistake of the caller, told and survived. */
+static struct slab *held(struct pd_pool *p, uint32_t block, const char *what)
+{
+    uint32_t s = block / p->slab_blocks;
+    if (s < p->n_slabs && p->slab[s].refs[block % p->slab_blocks])
+        return &p->slab[s];
+    pd_error("KV pool: %s of block %u, which is not held", what, block);
+    return NULL;
+}
+
+void pd_pool_ref(struct pd_pool *p, uint32_t block)
+{
+    struct slab *s = held(p, block, "reference");
+    if (s)
+        s->refs[block % p->slab_blocks]++;
+}
+
+void pd_pool_put(struct pd_pool *p, uint32_t block)
+{
+    struct slab *s = held(p, block, "release");
+    uint32_t i = block % p->slab_blocks;
+    if (!s || --s->refs[i])
+        return;
+    s->free_bits[i / 64] |= (uint64_t)1 << (i % 64);
+    s->n_free++;
+    p->n_free++;
+    if (block / p->slab_blocks < p->first_free)
+        p->first_free = block / p->slab_blocks;
+}
+
+struct pd_pool_stats pd_pool_stats(const struct pd_pool *p)
+{
+    struct pd_pool_stats s;
+    memset(&s, 0, sizeof s);
+    s.total = p->n_slabs * p->slab_blocks;
+    s.max = p->max_slabs * p->slab_blocks;
+    s.free = p->n_free;
+    s.used = s.total - s.free;
+    s.slab_bytes = (uint64_t)p->n_slabs * p->slab_bytes;
+    return s;
+}
