@@ -15,8 +15,14 @@ bool pd_tokenizer_is_eog(const struct pd_tokenizer *t, int id); /* eos, eot, eom
 bool pd_tokenizer_add_bos(const struct pd_tokenizer *t);
 int pd_tokenizer_find(const struct pd_tokenizer *t, const char *piece, size_t n);       /* id of an exact vocabulary entry, or -1 */
 const uint8_t *pd_tokenizer_digest(const struct pd_tokenizer *t);       /* SHA-256 over kind, pre, tokens, types, scores, merges, special ids, flags */
-/* Appends int32 ids to `ids` (a pd_buf of int32). add_bos follows the model's own flag when `bos` is set. Invalid UTF-8: PD_EFAIL with the byte offset. */
+/* Appends int32 ids to `ids` (a pd_buf of int32). add_bos (and add_eos) follow the model's own flags when `bos` is set. User-defined tokens
+ * are always found; control tokens only with parse_special. A character that the vocabulary cannot spell: PD_EFAIL with its offset. Invalid UTF-8: PD_EFAIL with the byte offset. */
 int pd_tokenize(const struct pd_tokenizer *t, const char *s, size_t n, bool bos, bool parse_special, struct pd_buf *ids, struct pd_err *e);
+/* The same over text made of runs, of which some are the caller's own and some came from outside: special tokens are only found inside runs with
+ * parse_special set; ordinary text goes across runs as if there were none (so that a chat gives the tokens of its whole text). The runs' lengths
+ * sum to the text's. */
+struct pd_text_run { size_t n; bool parse_special; };
+int pd_tokenize_runs(const struct pd_tokenizer *t, const char *s, const struct pd_text_run *run, size_t n_runs, bool bos, struct pd_buf *ids, struct pd_err *e);
 /* Appends the bytes of one token; control tokens give nothing unless `special`. `first`: SentencePiece strips the leading space of the text's first token. */
 int pd_detokenize(const struct pd_tokenizer *t, int32_t id, bool special, bool first, struct pd_buf *out, struct pd_err *e);
 #endif
