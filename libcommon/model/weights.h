@@ -1,6 +1,8 @@
-/* A model ready to run: config, tokenizer, chat format and weights repacked once into the kernels' form (kernels.h), in parallel. */
+/* A model ready to run: config, tokenizer, chat format and weights repacked once into the kernels' form (kernels.h), in parallel.
+ * Immutable once opened. The packed matrices are slices of one allocation; beside them only norms and tables are kept, embedding rows are read from the map. */
 #ifndef PD_MODEL_WEIGHTS_H
 #define PD_MODEL_WEIGHTS_H
+#include "../base/hash.h"
 #include "../base/threads.h"
 #include "chat.h"
 #include "config.h"
@@ -11,6 +13,7 @@ struct pd_layer_weights {
     struct pd_pmat *gate_up; int n_gate_up;     /* fused [gate|up] or the two */
     struct pd_pmat down;
 };
+struct pd_load_times { double parse_ms, text_ms, pack_ms, digest_ms; };    /* map and header; tokenizer and chat; weights; their digest (0: from the cache) */
 struct pd_model {
     struct pd_gguf *gguf; struct pd_config cfg; struct pd_tokenizer *tok; struct pd_chat chat;
     struct pd_layer_weights *layer; float *out_norm; struct pd_pmat head;
@@ -18,10 +21,15 @@ struct pd_model {
     enum pd_pack numerics;              /* PD_PK_U8: all big matrices integer-dot; else the float kind that occurs */
     char quant[16];                     /* the type most of the weights have, "Q4_1" */
     uint8_t digest[PD_SHA_LEN]; char revision[96];      /* name@first 12 hex of the weights digest */
-    size_t packed_bytes; double load_ms;
+    size_t packed_bytes; double load_ms; struct pd_load_times times;
+    uint8_t *packed; struct pd_arena arena;             /* owns what the pointers above point to */
 };
 struct pd_model_opts { struct pd_threads *threads; const char *chat_template; bool no_weights; /* tokenizer and config only */ bool no_digest; };
 int pd_model_open(const char *path, const struct pd_model_opts *o, struct pd_model **out, struct pd_err *e);
 void pd_model_free(struct pd_model *m);
+/* The embedding of a token, 0 <= token < n_vocab; NaN for any other, so that a slip cannot pass for an answer. */
 void pd_model_embed(const struct pd_model *m, int32_t token, float *out /* [n_embd] */);
+
+/* The weights alone, for a model whose gguf and cfg are set (pd_model_open calls it; so do tests and the fuzz target). */
+int pd_weights_load(struct pd_model *m, struct pd_threads *threads, struct pd_err *e);
 #endif
