@@ -70,18 +70,25 @@ class Engine:
         L.llama_memory_clear(L.llama_get_memory(self.ctx), True)
         self.n_past = 0
 
-    def feed(self, ids, every=False):
-        """Up to 512 tokens in one call; logits of the last one, or of every one, are then to be had."""
+    def fill(self, ids, every=False, last=True):
+        """Up to 512 tokens for the next run(); logits are wanted of every one, of the last one, or of none."""
         assert 0 < len(ids) <= 512
         b = self.batch
         for i, t in enumerate(ids):
             b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0] = int(t), self.n_past + i, 1, 0
-            b.logits[i] = every or i == len(ids) - 1
+            b.logits[i] = every or (last and i == len(ids) - 1)
         b.n_tokens = len(ids)
-        rc = L.llama_decode(self.ctx, b)
+
+    def run(self):
+        rc = L.llama_decode(self.ctx, self.batch)
         if rc != 0:
             sys.exit(f"peer: llama_decode answered {rc} at position {self.n_past}")
-        self.n_past += len(ids)
+        L.llama_synchronize(self.ctx)
+        self.n_past += self.batch.n_tokens
+
+    def feed(self, ids, every=False):
+        self.fill(ids, every)
+        self.run()
 
     def logits(self, i=-1):
         """Row i of the last feed, a view that the next feed overwrites."""
