@@ -1,0 +1,92 @@
+/* pd-decode: KV descriptors (or bare requests) in, tokens and results out. */
+#include "../libcommon/base/log.h"
+#include "../libcommon/engine/decoder.h"
+#include "../libcommon/engine/options.h"
+#include "../libcommon/kv/dump.h"
+#include "../libcommon/wire/endpoint.h"
+
+static char *on_mismatch;
+static int text, stream;
+static struct poptOption options[] = {
+    { "text", '\0', POPT_ARG_NONE, &text, 0, "write the generated text alone, in order of input", NULL },
+    { "stream", '\0', POPT_ARG_NONE, &stream, 0, "write token records too", NULL },
+    { "on-mismatch", '\0', POPT_ARG_STRING, &on_mismatch, 0, "KV that fails a check: recompute (default) or fail", "WHAT" },
+    PD_ENGINE_OPTIONS,
+    PD_CLI_COMMON
+};
+
+static int run(struct pd_err *e, int *status)
+{
+    struct pd_runtime rt = { 0 };
+    struct pd_endpoint in = { .fd = -1 }, out = { .fd = -1 };
+    struct pd_rstream *rs = NULL;
+    struct pd_wstream *ws = NULL;
+    struct pd_dump_r *dump = NULL;
+    struct pd_trace *trace = NULL;
+    const char *to = pd_cli.out ? pd_cli.out : "-", *from = pd_cli.in ? pd_cli.in : "-";
+    int64_t connect_us = pd_cli_connect_us(e);
+    int fd = -1, rc = connect_us < 0 ? e->code : 0;
+    if (rc < 0)
+        return rc;
+    if (on_mismatch && strcmp(on_mismatch, "recompute") && strcmp(on_mismatch, "fail"))
+        return pd_fail(e, PD_EUSAGE, "--on-mismatch: '%s' is unknown (recompute or fail)", on_mismatch);
+    if (text && pd_cli.format)
+        return pd_fail(e, PD_EUSAGE, "--text and --format exclude each other");
+    if (pd_endpoint_is_h5(to))
+        return pd_fail(e, PD_EUSAGE, "-o: decode writes tokens and results, not KV dumps (pd-prefill -o %s does)", to);
+    if ((rc = pd_engine_open("decode", &rt, e)) < 0 || (rc = pd_trace_open(pd_cli.trace, rt.worker, "decode", &trace, e)) < 0)
+        goto out;
+    if ((rc = pd_endpoint_open_out(to, connect_us, &out, e)) < 0 || (rc = pd_engine_check_tty(out.fd, text, e)) < 0 ||
+        (rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e)) < 0)
+        goto out;
+    if (pd_endpoint_is_h5(from) || (strcmp(from, "-") && !strchr(from, ':') && pd_dump_is(from)))
+        rc = pd_dump_read(from, NULL, &dump, &fd, e);
+    else if ((rc = pd_endpoint_open_in(from, connect_us, &in, e)) == 0)
+        fd = in.fd;
+    if (rc < 0 || (rc = pd_engine_reader(fd, from, &rs, e)) < 0)
+        goto out;
+    struct pd_decode_opts o = { .seed = pd_engine_cli.seed, .keep_going = pd_engine_cli.keep_going, .strict = pd_engine_cli.strict, .text = text, .stream = stream,
+                                .fail_on_mismatch = on_mismatch && !strcmp(on_mismatch, "fail") };
+    rc = pd_decode_run(&rt, &o, rs, ws, trace, status, e);
+    int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);
+    ws = NULL;
+    rc = rc == 0 ? rc2 : rc;
+    if (dump) {
+        rc2 = pd_dump_read_end(dump, rc == 0 ? e : NULL);
+        dump = NULL;
+        rc = rc == 0 ? rc2 : rc;
+    }
+    if (rc == 0)
+        rc = pd_endpoint_commit(&out, e);
+out:
+    if (rc < 0) {
+        pd_wstream_close(ws, NULL);
+        pd_endpoint_abort(&out);
+    }
+    pd_rstream_free(rs);
+    if (dump)
+        pd_dump_read_end(dump, NULL);
+    pd_endpoint_abort(&in);
+    pd_trace_close(trace);
+    pd_runtime_close(&rt);
+    return rc;
+}
+
+int main(int argc, char **argv)
+{
+    const char **args;
+    struct pd_err e = { 0 };
+    int status = 0, rc = pd_cli_parse("pd-decode", options, "-m MODEL < kv > results", argc, (const char **)argv, pd_engine_version, &args);
+    if (rc >= 0)
+        return rc;
+    if (args[0])
+        rc = pd_fail(&e, PD_EUSAGE, "'%s': no argument is expected (records come from -i)", args[0]);
+    else
+        rc = run(&e, &status);
+    if (rc < 0) {
+        pd_error("%s", e.msg);
+        status = rc == PD_EUSAGE ? 2 : pd_exit_worse(status, rc);
+    }
+    pd_cli_end();
+    return status;
+}

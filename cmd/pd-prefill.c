@@ -1,0 +1,79 @@
+/* pd-prefill: requests in, KV out. */
+#include "../libcommon/base/log.h"
+#include "../libcommon/engine/options.h"
+#include "../libcommon/engine/prefiller.h"
+#include "../libcommon/wire/endpoint.h"
+
+static char *kv;
+static struct poptOption options[] = {
+    { "kv", '\0', POPT_ARG_STRING, &kv, 0, "how the KV travels: inline (default: in the stream)", "SCHEME" },
+    PD_ENGINE_OPTIONS,
+    PD_CLI_COMMON
+};
+
+static int run(struct pd_err *e, int *status)
+{
+    struct pd_runtime rt = { 0 };
+    struct pd_endpoint in = { .fd = -1 }, out = { .fd = -1 };
+    struct pd_rstream *rs = NULL;
+    struct pd_wstream *ws = NULL;
+    struct pd_dump_w *dump = NULL;
+    struct pd_trace *trace = NULL;
+    const char *to = pd_cli.out ? pd_cli.out : "-", *from = pd_cli.in ? pd_cli.in : "-";
+    int64_t connect_us = pd_cli_connect_us(e);
+    int rc = connect_us < 0 ? e->code : 0;
+    if (rc < 0)
+        return rc;
+    if (kv && strcmp(kv, "inline"))
+        return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
+    if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_trace_open(pd_cli.trace, rt.worker, "prefill", &trace, e)) < 0)
+        goto out;
+    if (pd_endpoint_is_h5(to))
+        rc = pd_dump_create(to, &dump, e);
+    else if ((rc = pd_endpoint_open_out(to, connect_us, &out, e)) == 0 && (rc = pd_engine_check_tty(out.fd, false, e)) == 0)
+        rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e);
+    if (rc < 0 || (rc = pd_endpoint_open_in(from, connect_us, &in, e)) < 0 || (rc = pd_engine_reader(in.fd, from, &rs, e)) < 0)
+        goto out;
+    struct pd_prefill_opts o = { .seed = pd_engine_cli.seed, .keep_going = pd_engine_cli.keep_going };
+    rc = pd_prefill_run(&rt, &o, rs, ws, dump, trace, status, e);
+    if (ws) {
+        int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);
+        rc = rc == 0 ? rc2 : rc;
+        ws = NULL;
+    }
+    if (rc == 0 && dump) {
+        rc = pd_dump_commit(dump, e);
+        dump = NULL;
+    } else if (rc == 0)
+        rc = pd_endpoint_commit(&out, e);
+out:
+    if (rc < 0) {
+        pd_dump_abort(dump);
+        pd_wstream_close(ws, NULL);
+        pd_endpoint_abort(&out);
+    }
+    pd_rstream_free(rs);
+    pd_endpoint_abort(&in);
+    pd_trace_close(trace);
+    pd_runtime_close(&rt);
+    return rc;
+}
+
+int main(int argc, char **argv)
+{
+    const char **args;
+    struct pd_err e = { 0 };
+    int status = 0, rc = pd_cli_parse("pd-prefill", options, "-m MODEL < requests > kv", argc, (const char **)argv, pd_engine_version, &args);
+    if (rc >= 0)
+        return rc;
+    if (args[0])
+        rc = pd_fail(&e, PD_EUSAGE, "'%s': no argument is expected (requests come from -i)", args[0]);
+    else
+        rc = run(&e, &status);
+    if (rc < 0) {
+        pd_error("%s", e.msg);
+        status = rc == PD_EUSAGE ? 2 : pd_exit_worse(status, rc);
+    }
+    pd_cli_end();
+    return status;
+}

@@ -1,0 +1,97 @@
+#include <stdio.h>
+#include "cli.h"
+#include "log.h"
+#include "mem.h"
+#include "stop.h"
+
+struct pd_cli pd_cli;
+static poptContext context;
+
+struct poptOption pd_cli_common[] = {
+    { "model", 'm', POPT_ARG_STRING, &pd_cli.model, 0, "model file (GGUF)", "FILE" },
+    { "input", 'i', POPT_ARG_STRING, &pd_cli.in, 0, "where records come from: - (default), a file, unix:PATH, unix-listen:PATH", "ENDPOINT" },
+    { "output", 'o', POPT_ARG_STRING, &pd_cli.out, 0, "where records go: - (default), a file, unix:PATH, unix-listen:PATH", "ENDPOINT" },
+    { "format", '\0', POPT_ARG_STRING, &pd_cli.format, 0, "form of the output: msgpack (default) or json (a line a record)", "FORMAT" },
+    { "trace", '\0', POPT_ARG_STRING, &pd_cli.trace, 0, "append the life of each run to FILE", "FILE" },
+    { "threads", 't', POPT_ARG_INT, &pd_cli.threads, 0, "compute threads (default: the physical cores of the affinity mask)", "N" },
+    { "connect-timeout", '\0', POPT_ARG_STRING, &pd_cli.connect_timeout, 0, "how long to retry a socket that is not there yet (default 5s)", "TIME" },
+    { "max-record", '\0', POPT_ARG_STRING, &pd_cli.max_record, 0, "largest record accepted (default 16MiB)", "SIZE" },
+    { "verbose", 'v', POPT_ARG_NONE, NULL, 'v', "tell the life of each run; twice: more", NULL },
+    { "quiet", 'q', POPT_ARG_NONE, &pd_cli.quiet, 0, "no warnings, no progress", NULL },
+    { "version", '\0', POPT_ARG_NONE, &pd_cli.version, 0, "print version, CPU path and libraries", NULL },
+    POPT_TABLEEND
+};
+
+int pd_cli_usage(const char *option, const struct pd_err *e)
+{
+    pd_error("%s: %s", option, e->msg);
+    return 2;
+}
+
+int pd_cli_parse(const char *program, const struct poptOption *table, const char *args_help, int argc, const char **argv, void (*version)(void), const char ***args)
+{
+    static const char *none[] = { NULL };
+    int rc;
+    pd_log_init(program, 0, false);
+    pd_stop_init();
+    if (!(context = poptGetContext(program, argc, argv, table, 0))) {
+        pd_error("out of memory");
+        return 8;
+    }
+    poptSetOtherOptionHelp(context, args_help);
+    while ((rc = poptGetNextOpt(context)) > 0)
+        if (rc == 'v')
+            pd_cli.verbose++;
+    if (rc < -1) {
+        pd_error("%s: %s (try %s --help)", poptBadOption(context, POPT_BADOPTION_NOALIAS), poptStrerror(rc), program);
+        return 2;
+    }
+    pd_log_init(program, pd_cli.verbose, pd_cli.quiet);
+    if (pd_cli.version) {
+        printf("%s %s\n", program, PD_VERSION);
+        if (version)
+            version();
+        return fflush(stdout) ? 1 : 0;
+    }
+    if (pd_cli.threads < 0 || pd_cli.threads > 1024) {
+        pd_error("-t: %d threads are out of range (example: -t 8)", pd_cli.threads);
+        return 2;
+    }
+    if (pd_cli.format && strcmp(pd_cli.format, "json") && strcmp(pd_cli.format, "msgpack")) {
+        pd_error("--format: '%s' is unknown (example: --format json)", pd_cli.format);
+        return 2;
+    }
+    *args = poptGetArgs(context);
+    if (!*args)
+        *args = none;
+    return -1;
+}
+
+void pd_cli_end(void)
+{
+    if (context)
+        poptFreeContext(context);
+    context = NULL;
+}
+
+int64_t pd_cli_connect_us(struct pd_err *e)
+{
+    int64_t us = 5000000;
+    if (pd_cli.connect_timeout && pd_parse_duration(pd_cli.connect_timeout, &us, e) < 0) {
+        pd_err_prefix(e, "--connect-timeout");
+        return -1;
+    }
+    return us;
+}
+
+int64_t pd_cli_max_record(struct pd_err *e)
+{
+    int64_t n = 16 << 20;
+    if (pd_cli.max_record && (pd_parse_size(pd_cli.max_record, &n, e) < 0 || n < 4096 || n > (1ll << 32))) {
+        if (!e->code || n < 4096 || n > (1ll << 32))
+            pd_fail(e, PD_EUSAGE, "'%s' is not a size from 4KiB to 4GiB (example: --max-record 64MiB)", pd_cli.max_record);
+        pd_err_prefix(e, "--max-record");
+        return -1;
+    }
+    return n;
+}

@@ -1,0 +1,6 @@
+/* SIGTERM and SIGINT: the first asks to drain, the second to stop. SIGPIPE is ignored: EPIPE is an error message, not a silent death. */
+#ifndef PD_BASE_STOP_H
+#define PD_BASE_STOP_H
+void pd_stop_init(void);
+int pd_stop_level(void);        /* 0 go on, 1 drain, 2 stop now */
+#endif

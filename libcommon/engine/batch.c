@@ -1,0 +1,419 @@
+#include <math.h>
+#include "../base/clock.h"
+#include "batch.h"
+
+struct pd_batch {
+    const struct pd_model *m;
+    const struct pd_kernels *k;
+    struct pd_pool *pool;
+    struct pd_batch_opts o;
+    struct pd_batch_cb cb;
+    struct pd_fwd *fwd;
+    struct pd_sampler *sampler;
+    struct pd_seq *head, **tail;        /* open sequences, oldest first */
+    struct pd_span *span;               /* [max_seqs] of the step at hand */
+    struct pd_seq **span_seq;
+    uint32_t n_spans;
+    float *spare;                       /* [n_vocab]: sampling overwrites its logits */
+    struct pd_batch_stats st;
+};
+
+int pd_batch_new(const struct pd_model *m, struct pd_threads *t, const struct pd_kernels *k, struct pd_pool *pool, const struct pd_batch_opts *o,
+                 const struct pd_batch_cb *cb, struct pd_batch **out, struct pd_err *e)
+{
+    struct pd_batch *b = pd_calloc(1, sizeof *b, "batch", e);
+    if (!b)
+        return PD_ENOMEM;
+    *b = (struct pd_batch){ .m = m, .k = k, .pool = pool, .o = *o, .cb = *cb, .tail = &b->head };
+    int rc;
+    if (!(b->span = pd_calloc(o->max_seqs, sizeof *b->span, "batch", e)) || !(b->span_seq = pd_calloc(o->max_seqs, sizeof *b->span_seq, "batch", e)) ||
+        !(b->spare = pd_calloc((size_t)m->cfg.n_vocab, sizeof *b->spare, "logits", e))) {
+        rc = PD_ENOMEM;
+        goto out;
+    }
+    if ((rc = pd_fwd_new(m, t, k, pool, o->chunk + o->max_seqs, o->max_seqs, &b->fwd, e)) < 0 ||
+        (rc = pd_sampler_new(k, m->tok, m->cfg.n_vocab, &b->sampler, e)) < 0)
+        goto out;
+    *out = b;
+    return 0;
+out:
+    pd_batch_free(b);
+    return rc;
+}
+
+void pd_batch_free(struct pd_batch *b)
+{
+    if (!b)
+        return;
+    while (b->head)
+        pd_run_drop(b, b->head->run);
+    pd_fwd_free(b->fwd);
+    pd_sampler_free(b->sampler);
+    pd_free(b->span);
+    pd_free(b->span_seq);
+    pd_free(b->spare);
+    pd_free(b);
+}
+
+bool pd_batch_busy(const struct pd_batch *b) { return b->head != NULL; }
+struct pd_batch_stats pd_batch_stats(const struct pd_batch *b) { return b->st; }
+
+/* --- sequences ------------------------------------------------------------------------------------------------------------------------------------ */
+
+static int add_block(struct pd_batch *b, struct pd_seq *s, uint32_t block, struct pd_err *e)
+{
+    uint8_t *base = pd_pool_base(b->pool, block);
+    int rc = pd_buf_reserve(&s->base, sizeof base, e);
+    if (rc < 0 || (rc = pd_buf_add(&s->blocks, &block, sizeof block, e)) < 0)
+        return rc;
+    return pd_buf_add(&s->base, &base, sizeof base, e);
+}
+
+static void put_blocks(struct pd_batch *b, struct pd_seq *s)
+{
+    for (uint32_t i = 0; i < pd_seq_n_blocks(s); i++)
+        pd_pool_put(b->pool, pd_seq_blocks(s)[i]);
+    s->blocks.n = s->base.n = 0;
+    s->n_kv = 0;
+}
+
+static void list_add(struct pd_batch *b, struct pd_seq *s)
+{
+    s->next = NULL;
+    *b->tail = s;
+    b->tail = &s->next;
+    b->st.seqs++;
+}
+
+static void list_remove(struct pd_batch *b, struct pd_seq *s)
+{
+    for (struct pd_seq **p = &b->head; *p; p = &(*p)->next)
+        if (*p == s) {
+            *p = s->next;
+            if (!*p)
+                b->tail = p;
+            b->st.seqs--;
+            return;
+        }
+}
+
+static bool listed(const struct pd_batch *b, const struct pd_seq *s)
+{
+    for (const struct pd_seq *p = b->head; p; p = p->next)
+        if (p == s)
+            return true;
+    return false;
+}
+
+void pd_run_drop(struct pd_batch *b, struct pd_run *r)
+{
+    for (uint32_t i = 0; i < r->n_seqs; i++) {
+        struct pd_seq *s = &r->seq[i];
+        if (listed(b, s))
+            list_remove(b, s);
+        put_blocks(b, s);
+        pd_buf_free(&s->tokens);
+        pd_buf_free(&s->blocks);
+        pd_buf_free(&s->base);
+        for (uint32_t j = 0; j < b->n_spans; j++)
+            if (b->span_seq[j] == s)
+                b->span_seq[j] = NULL;
+    }
+    pd_free(r->seq);
+    pd_free(r);
+    b->st.runs--;
+}
+
+/* The choice ends. A prefill-only run keeps its blocks: they are what it was for. */
+static void finish(struct pd_batch *b, struct pd_seq *s, const char *reason, const struct pd_err *why)
+{
+    s->done = true;
+    list_remove(b, s);
+    if (!s->run->prefill_only)
+        put_blocks(b, s);
+    s->run->n_open--;
+    b->cb.finished(b->cb.ctx, s, reason, why);
+}
+
+/* A token joins its sequence and is reported; ends the choice where it must. The run may be gone after this. */
+static void accept_token(struct pd_batch *b, struct pd_seq *s, const struct pd_sampled *t)
+{
+    struct pd_run *r = s->run;
+    struct pd_err why;
+    if (pd_buf_add(&s->tokens, &t->token, sizeof t->token, &why) < 0) {
+        finish(b, s, "error", &why);
+        return;
+    }
+    uint32_t pos = pd_seq_n(s) - r->n_prompt - 1;
+    if (!r->t_first)
+        r->t_first = pd_mono_us();
+    bool stop = b->cb.token(b->cb.ctx, s, pos, t);
+    if (stop || pd_is_stop_token(b->m->tok, r->req, t->token))
+        finish(b, s, "stop", NULL);
+    else if ((int64_t)pos + 1 >= r->req->max_tokens || pd_seq_n(s) >= (uint32_t)b->m->cfg.n_ctx)
+        finish(b, s, "length", NULL);
+    else if (r->prefill_only)
+        finish(b, s, "prefilled", NULL);
+}
+
+/* Choices after the first start from the prompt's KV: full blocks shared, the partial one copied. */
+static int fork_choice(struct pd_batch *b, struct pd_run *r, uint32_t choice, struct pd_err *e)
+{
+    struct pd_seq *from = &r->seq[0], *s = &r->seq[choice];
+    uint32_t bs = (uint32_t)pd_pool_geom(b->pool)->block_size, full = r->n_prompt / bs;
+    int rc = pd_buf_add(&s->tokens, from->tokens.p, r->n_prompt * sizeof(int32_t), e);
+    if (rc < 0)
+        return rc;
+    if (r->prefill_only) {      /* never decoded here: the first choice's blocks are the run's */
+        s->n_kv = r->n_prompt;
+        return 0;
+    }
+    for (uint32_t i = 0; i < full; i++) {
+        if ((rc = add_block(b, s, pd_seq_blocks(from)[i], e)) < 0)
+            return rc;
+        pd_pool_ref(b->pool, pd_seq_blocks(from)[i]);
+    }
+    s->n_kv = full * bs;
+    uint32_t block;
+    if (r->n_prompt > s->n_kv && pd_pool_take(b->pool, 1, &block, NULL) == 0) {
+        if ((rc = add_block(b, s, block, e)) < 0) {
+            pd_pool_put(b->pool, block);
+            return rc;
+        }
+        const struct pd_pool_geom *g = pd_pool_geom(b->pool);
+        for (int l = 0; l < g->layers; l++)
+            for (int v = 0; v < 2; v++)
+                memcpy(pd_pool_base(b->pool, block) + pd_pool_off(b->pool, l, v),
+                       pd_pool_base(b->pool, pd_seq_blocks(from)[full]) + pd_pool_off(b->pool, l, v), pd_pool_layer_bytes(b->pool));
+        s->n_kv = r->n_prompt;
+    }   /* no block left: the tail is recomputed when there is one */
+    return 0;
+}
+
+/* --- runs ----------------------------------------------------------------------------------------------------------------------------------------- */
+
+static uint32_t blocks_for(const struct pd_batch *b, uint32_t tokens)
+{
+    uint32_t bs = (uint32_t)pd_pool_geom(b->pool)->block_size;
+    return (tokens + bs - 1) / bs;
+}
+
+static int submit_check(const struct pd_batch *b, const struct pd_job *j, struct pd_err *e)
+{
+    uint32_t need = j->n_prompt + j->n_resume, ctx = (uint32_t)b->m->cfg.n_ctx, max = pd_pool_stats(b->pool).max;
+    if (need == 0)
+        return pd_fail(e, PD_EFAIL, "the prompt is empty: nothing to run");
+    if (need + 1 > ctx)
+        return pd_fail(e, PD_EFAIL, "prompt of %u tokens is too long: the model's context is %u tokens, one of which the first new token needs", need, ctx);
+    if (blocks_for(b, need + 1) > max)
+        return pd_fail(e, PD_ENOMEM, "prompt of %u tokens needs %u KV blocks, the whole pool has %u: give --kv-mem more", need, blocks_for(b, need + 1), max);
+    for (uint32_t i = 0; i < j->n_prompt; i++)
+        if (j->prompt[i] < 0 || j->prompt[i] >= b->m->cfg.n_vocab)
+            return pd_fail(e, PD_EFAIL, "token_ids[%u] is %d: the vocabulary has ids 0 to %d", i, j->prompt[i], b->m->cfg.n_vocab - 1);
+    return 0;
+}
+
+int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **out, struct pd_err *e)
+{
+    uint32_t given = 0;         /* blocks of the job that are the run's already */
+    struct pd_run *r = NULL;
+    int rc = submit_check(b, j, e);
+    if (rc < 0)
+        goto out;
+    rc = PD_ENOMEM;
+    if (!(r = pd_calloc(1, sizeof *r, "run", e)))
+        goto out;
+    *r = (struct pd_run){ .req = j->req, .user = j->user, .n_prompt = j->n_prompt, .n_seqs = (uint32_t)j->req->n, .n_open = (uint32_t)j->req->n,
+                          .prefill_only = j->prefill_only, .t_submit = pd_mono_us() };
+    if (!(r->seq = pd_calloc(r->n_seqs, sizeof *r->seq, "run", e))) {
+        r->n_seqs = 0;
+        goto out;
+    }
+    for (uint32_t i = 0; i < r->n_seqs; i++) {
+        r->seq[i].run = r;
+        r->seq[i].choice = (int)i;
+    }
+    struct pd_seq *s = &r->seq[0];
+    if ((rc = pd_buf_add(&s->tokens, j->prompt, j->n_prompt * sizeof(int32_t), e)) < 0 ||
+        (rc = pd_buf_add(&s->tokens, j->resume, j->n_resume * sizeof(int32_t), e)) < 0)
+        goto out;
+    for (; given < j->n_blocks; given++)
+        if ((rc = add_block(b, s, j->blocks[given], e)) < 0)
+            goto out;
+    if (j->n_blocks)
+        s->n_kv = j->n_prompt;
+    for (uint32_t i = 1; j->n_first && i < r->n_seqs; i++)
+        if ((rc = fork_choice(b, r, i, e)) < 0)
+            goto out;
+    b->st.runs++;
+    *out = r;
+    for (uint32_t i = 0; i < (j->n_first ? r->n_seqs : 1); i++)
+        list_add(b, &r->seq[i]);
+    if (j->n_first) {
+        r->t_start = r->t_submit;
+        uint32_t n = r->n_seqs < j->n_first ? r->n_seqs : j->n_first;
+        for (uint32_t i = 0; i < n; i++) {      /* the run is gone after its last choice, never before */
+            const struct pd_first *f = &j->first[i];
+            struct pd_sampled t = { f->token, j->req->logprobs || j->req->top_logprobs > 0, f->logprob, f->top, f->n_top };
+            accept_token(b, &r->seq[i], &t);
+        }
+    }
+    return 0;
+out:
+    for (; given < j->n_blocks; given++)
+        pd_pool_put(b->pool, j->blocks[given]);
+    if (r) {
+        b->st.runs++;
+        pd_run_drop(b, r);
+    }
+    return rc;
+}
+
+/* --- the step ------------------------------------------------------------------------------------------------------------------------------------- */
+
+/* The youngest sequence after s that holds blocks gives them back. */
+static bool preempt_after(struct pd_batch *b, struct pd_seq *s)
+{
+    struct pd_seq *youngest = NULL;
+    for (struct pd_seq *p = s->next; p; p = p->next)
+        if (p->blocks.n && !p->run->prefill_only)
+            youngest = p;
+    if (!youngest)
+        return false;
+    put_blocks(b, youngest);
+    youngest->run->preempted++;
+    b->st.preemptions++;
+    return true;
+}
+
+/* Blocks for `tokens` tokens of s, all or nothing. */
+static int ensure_blocks(struct pd_batch *b, struct pd_seq *s, uint32_t tokens, struct pd_err *e)
+{
+    uint32_t want = blocks_for(b, tokens), have = pd_seq_n_blocks(s);
+    for (; have < want; have++) {
+        uint32_t block;
+        int rc;
+        while ((rc = pd_pool_take(b->pool, 1, &block, e)) < 0)
+            if (!preempt_after(b, s))
+                return rc;
+        if ((rc = add_block(b, s, block, e)) < 0) {
+            pd_pool_put(b->pool, block);
+            return rc;
+        }
+    }
+    return 0;
+}
+
+/* Can s get all blocks of its prompt now? Prefill-only runs cannot be preempted (their blocks are being sent), so they start only when they can end. */
+static bool room_to_start(struct pd_batch *b, const struct pd_seq *s)
+{
+    if (!s->run->prefill_only || s->blocks.n)
+        return true;
+    struct pd_pool_stats st = pd_pool_stats(b->pool);
+    return blocks_for(b, s->run->n_prompt) <= st.max - st.used;
+}
+
+static void plan_step(struct pd_batch *b)
+{
+    uint32_t budget = b->o.chunk;
+    b->n_spans = 0;
+    for (struct pd_seq *s = b->head, *next; s && b->n_spans < b->o.max_seqs; s = next) {
+        next = s->next;
+        uint32_t pending = pd_seq_n(s) - s->n_kv, rows = pending == 1 ? 1 : pending < budget ? pending : budget;
+        if (!rows || !room_to_start(b, s))
+            continue;
+        uint32_t want = s->run->prefill_only ? pd_seq_n(s) : s->n_kv + rows;
+        if (ensure_blocks(b, s, want, NULL) < 0)
+            continue;
+        next = s->next;
+        if (pending > 1)
+            budget -= rows;
+        if (!s->run->t_start)
+            s->run->t_start = pd_mono_us();
+        b->span_seq[b->n_spans] = s;
+        b->span[b->n_spans++] = (struct pd_span){ .tokens = pd_seq_tokens(s) + s->n_kv, .n = rows, .pos0 = s->n_kv, .blk = (uint8_t **)(void *)s->base.p,
+                                                  .want_logits = rows == pending };
+    }
+}
+
+static void on_layer(void *ctx, int layer)
+{
+    struct pd_batch *b = ctx;
+    for (uint32_t i = 0; i < b->n_spans; i++) {
+        struct pd_run *r = b->span_seq[i]->run;
+        uint32_t end = b->span[i].pos0 + b->span[i].n;
+        if (r->prefill_only)
+            b->cb.layer_done(b->cb.ctx, r, layer, end < r->n_prompt ? end : r->n_prompt);
+    }
+}
+
+static void sample_and_accept(struct pd_batch *b, struct pd_seq *s, float *logits)
+{
+    struct pd_sampled t;
+    pd_sample(b->sampler, s->run->req, s->choice, pd_seq_tokens(s), pd_seq_n(s), s->run->n_prompt, logits, &t);
+    accept_token(b, s, &t);
+}
+
+static void take_logits(struct pd_batch *b, struct pd_seq *s, float *logits)
+{
+    struct pd_run *r = s->run;
+    int V = b->m->cfg.n_vocab;
+    struct pd_err why;
+    if (!isfinite(b->k->max(logits, V))) {
+        pd_fail(&why, PD_ECORRUPT, "the model gave logits that are not finite at position %u: the model file is damaged or not a language model", pd_seq_n(s) - 1);
+        finish(b, s, "error", &why);
+        return;
+    }
+    if (pd_seq_n(s) == r->n_prompt && s->choice == 0 && r->n_seqs > 1) {
+        for (uint32_t i = 1; i < r->n_seqs; i++) {
+            int rc = fork_choice(b, r, i, &why);
+            list_add(b, &r->seq[i]);
+            if (rc < 0)
+                finish(b, &r->seq[i], "error", &why);
+        }
+        for (uint32_t i = r->n_seqs; i-- > 1;) {
+            if (r->seq[i].done)
+                continue;
+            memcpy(b->spare, logits, sizeof *logits * (size_t)V);
+            sample_and_accept(b, &r->seq[i], b->spare);
+        }
+    }
+    sample_and_accept(b, s, logits);
+}
+
+void pd_batch_fail_oldest(struct pd_batch *b, const struct pd_err *why)
+{
+    if (b->head)
+        finish(b, b->head, "error", why);
+}
+
+int pd_batch_step(struct pd_batch *b, struct pd_err *e)
+{
+    float *logits;
+    int rows = 0;
+    plan_step(b);
+    if (!b->n_spans)
+        return 0;
+    int rc = pd_forward(b->fwd, b->span, b->n_spans, b->cb.layer_done ? on_layer : NULL, b, &logits, e);
+    if (rc < 0) {
+        while (b->head)
+            finish(b, b->head, "error", e);
+        b->n_spans = 0;
+        return rc;
+    }
+    b->st.steps++;
+    for (uint32_t i = 0; i < b->n_spans; i++) {
+        struct pd_seq *s = b->span_seq[i];
+        rows += (int)b->span[i].n;
+        *(b->span[i].n == 1 ? &b->st.decode_rows : &b->st.prompt_rows) += b->span[i].n;
+        if (s)
+            s->n_kv += b->span[i].n;
+        if (b->span[i].want_logits) {
+            if (s)
+                take_logits(b, s, logits);
+            logits += b->m->cfg.n_vocab;
+        }
+    }
+    b->n_spans = 0;
+    return rows;
+}

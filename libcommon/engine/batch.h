@@ -1,0 +1,78 @@
+/* The batch scheduler: continuous batching with chunked prefill over one model and one block pool.
+ *
+ * One thread owns it and calls pd_batch_step while pd_batch_busy. A step takes one row of every decoding sequence and up to `chunk` prompt rows, oldest
+ * first, runs the forward pass, samples, and reports through the callbacks. When blocks run out the youngest sequence is preempted: its blocks are put back
+ * and it is recomputed later from its tokens, to the same bits.
+ *
+ * A run is one request: one prompt, n choices. Its choices share the prompt's full blocks; the last, partial one is copied.
+ * Invariant: when no run is left, every block taken here is back in the pool.
+ */
+#ifndef PD_ENGINE_BATCH_H
+#define PD_ENGINE_BATCH_H
+#include "forward.h"
+#include "sampler.h"
+
+struct pd_seq {                 /* one choice of a run */
+    struct pd_run *run;
+    int choice;
+    struct pd_buf tokens;       /* int32: prompt, then generated */
+    uint32_t n_kv;              /* tokens whose KV is in the blocks */
+    struct pd_buf blocks, base; /* uint32 block numbers; uint8_t* base pointers */
+    bool done, started;
+    struct pd_seq *next;        /* in the batch's list, by age */
+};
+
+struct pd_run {
+    const struct pd_request *req;       /* resolved; the caller's, alive until `finished` */
+    void *user;
+    uint32_t n_prompt, n_seqs, n_open;  /* n_open: choices not finished */
+    bool prefill_only;          /* finish after the first token of every choice; blocks stay until pd_run_drop */
+    struct pd_seq *seq;         /* [n_seqs] */
+    uint32_t preempted;         /* times */
+    int64_t t_submit, t_start, t_first;         /* mono us; 0: not yet */
+};
+
+struct pd_batch_cb {
+    void *ctx;
+    /* Layer `layer` holds final K and V of the run's prompt tokens [0, n). Called in layer order within a step; prefill_only runs alone. May be NULL. */
+    void (*layer_done)(void *ctx, struct pd_run *r, int layer, uint32_t n);
+    /* One generated token, appended already. pos 0 is the first. Return true to end this choice now (a stop string). */
+    bool (*token)(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t);
+    /* A choice is finished: "stop", "length" or "error" (*e says why). After the last one of a run, pd_run_drop must be called (from here is fine). */
+    void (*finished)(void *ctx, struct pd_seq *s, const char *reason, const struct pd_err *e);
+};
+
+struct pd_batch_opts { uint32_t chunk, max_seqs; };
+struct pd_batch;
+int pd_batch_new(const struct pd_model *m, struct pd_threads *t, const struct pd_kernels *k, struct pd_pool *pool, const struct pd_batch_opts *o,
+                 const struct pd_batch_cb *cb, struct pd_batch **out, struct pd_err *e);
+void pd_batch_free(struct pd_batch *b);
+
+struct pd_job {
+    const struct pd_request *req;
+    const int32_t *prompt; uint32_t n_prompt;
+    void *user;
+    bool prefill_only;
+    /* Imported KV of the whole prompt: the block table (one reference each, taken over, also on failure) and the first token of each choice, which is
+     * reported through `token` (and maybe `finished`) before submit returns. */
+    const uint32_t *blocks; uint32_t n_blocks;
+    const struct pd_first *first; uint32_t n_first;
+    /* Going on from tokens generated before (one choice): they are recomputed as prompt rows, and positions continue. */
+    const int32_t *resume; uint32_t n_resume;
+};
+/* Takes the run in; the first step may be any time later. Refused (PD_EFAIL with both numbers) when prompt and room for a token exceed the context, or (PD_ENOMEM) the whole pool. */
+int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **out, struct pd_err *e);
+bool pd_batch_busy(const struct pd_batch *b);
+/* Rows run; 0: nothing could run for want of blocks, so the caller waits for whoever holds some (an import, an export), or ends the oldest with an error
+ * when nobody does. < 0: the engine's own failure (memory): every run has ended with it. */
+int pd_batch_step(struct pd_batch *b, struct pd_err *e);
+void pd_batch_fail_oldest(struct pd_batch *b, const struct pd_err *why);
+void pd_run_drop(struct pd_batch *b, struct pd_run *r);         /* puts the blocks back and frees the run, wherever it is (also a running one: cancel) */
+
+static inline const int32_t *pd_seq_tokens(const struct pd_seq *s) { return (const int32_t *)(const void *)s->tokens.p; }
+static inline uint32_t pd_seq_n(const struct pd_seq *s) { return (uint32_t)(s->tokens.n / sizeof(int32_t)); }
+static inline const uint32_t *pd_seq_blocks(const struct pd_seq *s) { return (const uint32_t *)(const void *)s->blocks.p; }
+static inline uint32_t pd_seq_n_blocks(const struct pd_seq *s) { return (uint32_t)(s->blocks.n / sizeof(uint32_t)); }
+struct pd_batch_stats { uint64_t steps, prompt_rows, decode_rows, preemptions; uint32_t runs, seqs; };
+struct pd_batch_stats pd_batch_stats(const struct pd_batch *b);
+#endif

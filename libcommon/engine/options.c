@@ -1,0 +1,86 @@
+#include <hdf5.h>
+#include <jansson.h>
+#include <msgpack.h>
+#include <openssl/crypto.h>
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+#include <xxhash.h>
+#include <zstd.h>
+#include "options.h"
+
+struct pd_engine_cli pd_engine_cli;
+
+struct poptOption pd_engine_options[] = {
+    { "chunk", '\0', POPT_ARG_INT, &pd_engine_cli.chunk, 0, "prompt tokens a step at the most (default 512)", "N" },
+    { "max-seqs", '\0', POPT_ARG_INT, &pd_engine_cli.max_seqs, 0, "sequences that run at once (default 64)", "N" },
+    { "kv-dtype", '\0', POPT_ARG_STRING, &pd_engine_cli.kv_dtype, 0, "type of the KV cache: f16, bf16, f32 (default f16; f32 for an F32 model)", "TYPE" },
+    { "kv-mem", '\0', POPT_ARG_STRING, &pd_engine_cli.kv_mem, 0, "size of the KV pool (default: the smaller of an eighth of memory and 16 contexts)", "SIZE" },
+    { "block-size", '\0', POPT_ARG_INT, &pd_engine_cli.block_size, 0, "tokens a KV block (default 16)", "N" },
+    { "chat-template", '\0', POPT_ARG_STRING, &pd_engine_cli.chat_template, 0, "chat format: chatml, llama2, llama3, or a file (default: the model's own)", "NAME" },
+    { "seed", '\0', POPT_ARG_LONGLONG, &pd_engine_cli.seed, 0, "seed of requests that bring none (default 0)", "N" },
+    { "lines", '\0', POPT_ARG_NONE, &pd_engine_cli.lines, 0, "input that is neither JSON nor records is one prompt a line", NULL },
+    { "keep-going", 'k', POPT_ARG_NONE, &pd_engine_cli.keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
+    { "strict", '\0', POPT_ARG_NONE, &pd_engine_cli.strict, 0, "exit 9 when a run was recovered from a fault", NULL },
+    POPT_TABLEEND
+};
+
+static int in_range(const char *option, int v, int lo, int hi, int example, struct pd_err *e)
+{
+    if (v == 0 || (v >= lo && v <= hi))
+        return 0;
+    return pd_fail(e, PD_EUSAGE, "%s: %d is out of range %d to %d (example: %s %d)", option, v, lo, hi, option, example);
+}
+
+int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e)
+{
+    const struct pd_engine_cli *c = &pd_engine_cli;
+    int64_t mem = 0;
+    int rc;
+    memset(rt, 0, sizeof *rt);
+    if (!pd_cli.model)
+        return pd_fail(e, PD_EUSAGE, "-m: a model file is needed (example: -m model.gguf)");
+    if ((rc = in_range("--chunk", c->chunk, 1, 65536, 512, e)) < 0 || (rc = in_range("--max-seqs", c->max_seqs, 1, 4096, 64, e)) < 0 ||
+        (rc = in_range("--block-size", c->block_size, 1, 1024, 16, e)) < 0)
+        return rc;
+    if (c->seed < 0)
+        return pd_fail(e, PD_EUSAGE, "--seed: %lld is negative (example: --seed 42)", c->seed);
+    if (c->kv_mem && (pd_parse_size(c->kv_mem, &mem, e) < 0 || mem <= 0))
+        return pd_fail(e, PD_EUSAGE, "--kv-mem: '%s' is not a size (example: --kv-mem 512MiB)", c->kv_mem);
+    struct pd_runtime_opts o = { .model = pd_cli.model, .chat_template = c->chat_template, .role = role, .threads = pd_cli.threads, .kv_dtype = c->kv_dtype,
+                                 .block_size = c->block_size, .kv_mem = mem, .chunk = c->chunk, .max_seqs = c->max_seqs };
+    return pd_runtime_open(&o, rt, e);
+}
+
+int pd_engine_reader(int fd, const char *name, struct pd_rstream **in, struct pd_err *e)
+{
+    int64_t max = pd_cli_max_record(e);
+    if (max < 0)
+        return e->code;
+    struct pd_rstream_opts o = { .lines = pd_engine_cli.lines, .max_record = (size_t)max, .name = name };
+    return pd_rstream_new(fd, &o, in, e);
+}
+
+int pd_engine_check_tty(int fd, bool text, struct pd_err *e)
+{
+    if (text || (pd_cli.format && !strcmp(pd_cli.format, "json")) || !isatty(fd))
+        return 0;
+    return pd_fail(e, PD_EUSAGE, "-o: records are binary and the output is a terminal (use --format json, -o FILE, or a pipe)");
+}
+
+void pd_engine_version(void)
+{
+    const char *why = NULL;
+    const struct pd_kernels *k = pd_kernels_cpu(getenv("PD_CPU"), &why);
+    unsigned maj, min, rel;
+    char pcre[64] = "";
+    H5get_libversion(&maj, &min, &rel);
+    pcre2_config(PCRE2_CONFIG_VERSION, pcre);
+    pcre[strcspn(pcre, " ")] = '\0';
+    printf("cpu path: %s%s%s\n", k ? k->name : "none: ", k ? "" : why, "");
+    printf("libraries: msgpack %s, hdf5 %u.%u.%u, zstd %s, xxhash %d.%d.%d, jansson %s, pcre2 %s, %s\n", msgpack_version(), maj, min, rel, ZSTD_versionString(),
+           (int)(XXH_versionNumber() / 10000), (int)(XXH_versionNumber() / 100 % 100), (int)(XXH_versionNumber() % 100), jansson_version_str(), pcre,
+           OpenSSL_version(OPENSSL_VERSION));
+}

@@ -1,0 +1,386 @@
+#include <msgpack.h>
+#include "../base/clock.h"
+#include "../base/hash.h"
+#include "../base/log.h"
+#include "../base/stop.h"
+#include "../kv/handover.h"
+#include "../kv/prefix.h"
+#include "batch.h"
+#include "prefiller.h"
+#include "publish.h"
+
+struct pf_run {
+    struct pd_intake in;
+    struct pd_kvdesc desc;
+    struct pd_plan plan;
+    struct pd_run *run;
+    uint32_t *sent;             /* [layers] ranges published so far */
+    struct pd_first *first;     /* [n] */
+    uint8_t (*hashes)[16];
+    struct pd_buf t;
+    struct pd_err why;          /* set: the run failed */
+    bool offered;
+    struct pf_run *next;
+};
+
+struct prefiller {
+    struct pd_runtime *rt;
+    const struct pd_prefill_opts *o;
+    struct pd_batch *batch;
+    struct pd_publish *pub;
+    bool dumping;
+    struct pd_trace *trace;
+    struct pf_run *runs;        /* all alive, for clean-up */
+    uint32_t n_runs;
+    int status;
+    struct pd_err fatal;
+    uint64_t tokens_done;
+    int64_t t0;
+};
+
+static void fatal(struct prefiller *p, const struct pd_err *e)
+{
+    if (!p->fatal.code)
+        p->fatal = *e;
+}
+
+static void run_free(struct prefiller *p, struct pf_run *r)
+{
+    for (struct pf_run **q = &p->runs; *q; q = &(*q)->next)
+        if (*q == r) {
+            *q = r->next;
+            break;
+        }
+    p->n_runs--;
+    if (r->run)
+        pd_run_drop(p->batch, r->run);
+    pd_buf_free(&r->t);
+    pd_intake_free(&r->in);
+    pd_free(r);
+}
+
+static void reap(struct prefiller *p, bool wait)
+{
+    struct pf_run *r;
+    while ((r = pd_publish_ended(p->pub, wait))) {
+        run_free(p, r);
+        wait = false;
+    }
+}
+
+/* A failed request: its error and results, on the stream or (a dump has no place for them) on stderr alone. */
+static void refuse(struct prefiller *p, const struct pd_request *req, const struct pd_err *why)
+{
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    pd_refusal_log(req, why);
+    pd_trace_state(p->trace, req->run, "failed", "remote", NULL, 0, why->msg);
+    p->status = pd_exit_worse(p->status, why->code);
+    if (p->dumping)
+        return;
+    if (pd_refusal_encode(req, why, "abort", p->rt->worker, true, &b, &e) < 0 || pd_publish_record(p->pub, &b, &e) < 0)
+        fatal(p, &e);
+    pd_buf_free(&b);
+}
+
+/* --- descriptor ----------------------------------------------------------------------------------------------------------------------------------- */
+
+static int describe(struct prefiller *p, struct pf_run *r, struct pd_err *e)
+{
+    struct pd_kvdesc *d = &r->desc;
+    const struct pd_request *q = &r->in.req;
+    struct pd_runtime *rt = p->rt;
+    memcpy(d->run, q->run, sizeof d->run);
+    int rc = pd_gen_new(d->gen, e);
+    if (rc < 0)
+        return rc;
+    /* op: the hash of run, step and inputs; the same step of the same run has the same op wherever it runs */
+    uint64_t seed = pd_xxh3(q->run, PD_RUN_LEN, 0);
+    pd_put_be64(d->op, pd_xxh3("prefill", 7, seed));
+    pd_put_be64(d->op + 8, pd_xxh3(r->in.tokens, (size_t)r->in.n_tokens * 4, seed));
+    memcpy(d->fp_sha, rt->fp.sha, sizeof d->fp_sha);
+    d->fp_fields = (struct pd_bin){ rt->fp.map.p, rt->fp.map.n };
+    d->n_tokens = r->in.n_tokens;
+    d->token_ids = r->in.tokens;
+    pd_layout_from_pool(rt->pool, &d->layout);
+    d->request = *q;
+    d->worker = (struct pd_str){ rt->worker, strlen(rt->worker) };
+    d->domain = (struct pd_str){ "local", 5 };
+    if (!p->dumping && q->max_tokens == 1)
+        return 0;       /* ends here: no payload */
+    uint32_t bs = d->layout.block_size, most = p->rt->chunk / bs;
+    if ((rc = pd_plan_make(&d->layout, d->n_tokens, 0, &r->plan, e)) < 0)
+        return rc;
+    if (most < 1)
+        most = 1;
+    if (most < r->plan.chunk_blocks && (rc = pd_plan_make(&d->layout, d->n_tokens, most, &r->plan, e)) < 0)
+        return rc;      /* a range no longer than a step's tokens, so that layers leave as they are computed */
+    strcpy(d->payload.scheme, p->dumping ? "h5" : "inline");
+    strcpy(d->payload.codec, "none");
+    d->payload.bytes = r->plan.bytes;
+    d->payload.chunk_bytes = r->plan.chunk_bytes;
+    d->payload.n_chunks = r->plan.n_chunks;
+    d->payload.chunk_blocks = r->plan.chunk_blocks;
+    if (!(r->sent = pd_arena_alloc(&r->in.mem, (size_t)d->layout.layers, sizeof *r->sent, e)))
+        return PD_ENOMEM;
+    if (p->dumping) {
+        uint32_t full = d->n_tokens / bs;
+        if (!(r->hashes = pd_arena_alloc(&r->in.mem, full ? full : 1, 16, e)))
+            return PD_ENOMEM;
+        pd_block_hashes(rt->fp.must_seed, d->token_ids, d->n_tokens, bs, q->adapter, q->cache_salt, r->hashes);
+    }
+    return 0;
+}
+
+static int put_desc(struct prefiller *p, struct pf_run *r, bool offer, struct pd_err *e)
+{
+    struct pd_buf b = { 0 };
+    r->desc.offer = offer;
+    int rc = pd_kvdesc_encode(&r->desc, &b, e);
+    if (rc == 0)
+        rc = pd_publish_record(p->pub, &b, e);
+    pd_buf_free(&b);
+    return rc;
+}
+
+/* Stage durations, in us: from acceptance to the first step, to the first token. */
+static int stage_times(struct pf_run *r, struct pd_err *e)
+{
+    struct pd_run *run = r->run;
+    msgpack_sbuffer sb;
+    msgpack_packer pk;
+    msgpack_sbuffer_init(&sb);
+    msgpack_packer_init(&pk, &sb, msgpack_sbuffer_write);
+    struct { const char *k; int64_t v; } f[] = {
+        { "accept_us", run->t_submit - r->in.t_accept }, { "queue_us", run->t_start - run->t_submit }, { "prefill_us", run->t_first - run->t_start },
+        { "total_us", run->t_first - r->in.t_accept },
+    };
+    int bad = msgpack_pack_map(&pk, sizeof f / sizeof *f);
+    for (size_t i = 0; i < sizeof f / sizeof *f; i++) {
+        bad |= msgpack_pack_str(&pk, strlen(f[i].k)) | msgpack_pack_str_body(&pk, f[i].k, strlen(f[i].k));
+        bad |= msgpack_pack_int64(&pk, f[i].v < 0 ? 0 : f[i].v);
+    }
+    int rc = bad ? pd_fail(e, PD_ENOMEM, "out of memory for a descriptor") : pd_buf_add(&r->t, sb.data, sb.size, e);
+    msgpack_sbuffer_destroy(&sb);
+    r->desc.t = (struct pd_bin){ r->t.p, r->t.n };
+    return rc;
+}
+
+/* --- callbacks of the batch ----------------------------------------------------------------------------------------------------------------------- */
+
+static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
+{
+    struct prefiller *p = ctx;
+    struct pf_run *r = run->user;
+    struct pd_err e;
+    if (!r->plan.n_chunks || p->dumping || p->fatal.code)
+        return;
+    if (!r->offered) {
+        r->offered = true;
+        if (put_desc(p, r, true, &e) < 0) {
+            fatal(p, &e);
+            return;
+        }
+        pd_trace_state(p->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
+    }
+    uint32_t bs = r->desc.layout.block_size;
+    for (; r->sent[layer] < r->plan.n_ranges; r->sent[layer]++) {
+        uint64_t end = (uint64_t)(r->sent[layer] + 1) * r->plan.chunk_blocks * bs;
+        if ((end < r->desc.n_tokens ? end : r->desc.n_tokens) > n)
+            break;
+        uint32_t index = r->sent[layer] * r->plan.layers + (uint32_t)layer;
+        if (pd_publish_chunk(p->pub, &r->desc, &r->plan, pd_seq_blocks(&run->seq[0]), index, &e) < 0) {
+            fatal(p, &e);
+            return;
+        }
+    }
+}
+
+static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t)
+{
+    struct pf_run *r = s->run->user;
+    (void)ctx;
+    (void)pos;
+    struct pd_first *f = &r->first[s->choice];
+    f->token = t->token;
+    f->logprob = t->logprob;
+    struct pd_err e;
+    if (t->n_top && (f->top = pd_arena_dup(&r->in.mem, t->top, t->n_top * sizeof *t->top, &e)))
+        f->n_top = t->n_top;
+    return false;
+}
+
+static void complete(struct prefiller *p, struct pf_run *r)
+{
+    struct pd_err e;
+    int rc;
+    r->desc.first = r->first;
+    r->desc.n_first = (uint32_t)r->in.req.n;
+    pd_trace_state(p->trace, r->desc.run, "prefill_completed", "remote", r->desc.gen, 0, NULL);
+    if ((rc = stage_times(r, &e)) == 0)
+        rc = p->dumping ? pd_publish_dump(p->pub, &r->desc, pd_seq_blocks(&r->run->seq[0]), (const uint8_t (*)[16])r->hashes,
+                                          r->desc.n_tokens / r->desc.layout.block_size, &e)
+                        : put_desc(p, r, false, &e);
+    if (rc < 0)
+        fatal(p, &e);
+    pd_trace_state(p->trace, r->desc.run, "kv_published", "remote", r->desc.gen, r->plan.bytes, NULL);
+    p->tokens_done += r->desc.n_tokens;
+}
+
+static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const struct pd_err *why)
+{
+    struct prefiller *p = ctx;
+    struct pf_run *r = s->run->user;
+    struct pd_err e;
+    (void)reason;
+    if (why && !r->why.code)
+        r->why = *why;
+    if (s->run->n_open)
+        return;
+    r->run = s->run;
+    if (r->why.code)
+        refuse(p, &r->in.req, &r->why);
+    else
+        complete(p, r);
+    if (pd_publish_end(p->pub, r, &e) < 0)
+        fatal(p, &e);
+}
+
+/* --- the loop ------------------------------------------------------------------------------------------------------------------------------------- */
+
+static void take_request(struct prefiller *p, const struct pd_rec *rec, struct pd_err *e)
+{
+    struct pf_run *r = pd_calloc(1, sizeof *r, "run", e);
+    if (!r) {
+        fatal(p, e);
+        return;
+    }
+    r->next = p->runs;
+    p->runs = r;
+    p->n_runs++;
+    struct pd_job j;
+    struct pd_run *run;
+    int rc = pd_intake_take(p->rt, rec->p, rec->n, p->o->seed, &r->in, e);
+    if (rc < 0)
+        goto refused;
+    pd_trace_state(p->trace, r->in.req.run, "accepted", "remote", NULL, 0, NULL);
+    if ((rc = describe(p, r, e)) < 0)
+        goto refused;
+    if (!(r->first = pd_arena_alloc(&r->in.mem, (size_t)r->in.req.n, sizeof *r->first, e)))
+        goto refused;
+    j = (struct pd_job){ .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .prefill_only = true };
+    if ((rc = pd_batch_submit(p->batch, &j, &run, e)) < 0)
+        goto refused;
+    r->run = run;
+    pd_trace_state(p->trace, r->desc.run, "prefill_started", "remote", r->desc.gen, 0, NULL);
+    return;
+refused:
+    refuse(p, &r->in.req, e);
+    run_free(p, r);
+}
+
+static void pass_through(struct prefiller *p, const struct pd_rec *rec)
+{
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    if (p->dumping)
+        return;
+    if (pd_buf_add(&b, rec->p, rec->n, &e) < 0 || pd_publish_record(p->pub, &b, &e) < 0)
+        fatal(p, &e);
+    pd_buf_free(&b);
+}
+
+/* A record that is not a request: another filter's. It is passed on; an error counts towards our status, so that the last command of a pipe tells. */
+static int take_record(struct prefiller *p, struct pd_rstream *in, int timeout, struct pd_err *e)
+{
+    struct pd_rec rec;
+    bool bad = false;
+    int rc = pd_rstream_next(in, timeout, &rec, &bad, e);
+    if (rc < 0 && bad) {
+        struct pd_request none = { .n = 1 };
+        pd_run_new(none.run, NULL);
+        refuse(p, &none, e);
+        return 1;
+    }
+    if (rc != 1)
+        return rc;
+    if (rec.kind == PD_K_REQUEST)
+        take_request(p, &rec, e);
+    else
+        pass_through(p, &rec);
+    return 1;
+}
+
+static void step(struct prefiller *p)
+{
+    struct pd_err e;
+    int rows = pd_batch_step(p->batch, &e);
+    if (rows < 0)
+        fatal(p, &e);
+    if (rows == 0 && pd_batch_busy(p->batch)) {
+        uint32_t before = p->n_runs;
+        reap(p, true);          /* the blocks are on their way out */
+        if (p->n_runs == before && pd_publish_error(p->pub, &e) == 0) {
+            pd_fail(&e, PD_ENOMEM, "no KV blocks left for the prompt: give --kv-mem more");
+            pd_batch_fail_oldest(p->batch, &e);
+        }
+    }
+    struct pd_batch_stats st = pd_batch_stats(p->batch);
+    double s = (double)(pd_mono_us() - p->t0) / 1e6;
+    if (s > 2)
+        pd_progress("prefill: %llu tokens, %.0f tokens/s, %u runs in hand", (unsigned long long)st.prompt_rows, (double)st.prompt_rows / s, st.runs);
+}
+
+int pd_prefill_run(struct pd_runtime *rt, const struct pd_prefill_opts *o, struct pd_rstream *in, struct pd_wstream *out, struct pd_dump_w *dump,
+                   struct pd_trace *trace, int *status, struct pd_err *e)
+{
+    struct prefiller p = { .rt = rt, .o = o, .trace = trace, .dumping = dump != NULL, .t0 = pd_mono_us() };
+    struct pd_batch_cb cb = { &p, on_layer, on_token, on_finished };
+    struct pd_batch_opts bo = { rt->chunk, rt->max_seqs };
+    bool open = true;
+    int rc = pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &bo, &cb, &p.batch, e);
+    if (rc < 0 || (rc = pd_publish_new(out, dump, rt->pool, &p.pub, e)) < 0)
+        goto out;
+    while (!p.fatal.code && (open || pd_batch_busy(p.batch))) {
+        reap(&p, false);
+        if (pd_stop_level() > 1) {
+            rc = pd_fail(e, PD_ECANCEL, "stopped by a signal with %u runs unfinished", p.n_runs);
+            goto out;
+        }
+        if (pd_stop_level())
+            open = false;
+        if (open && p.n_runs < 4 * rt->max_seqs) {
+            int got = take_record(&p, in, pd_batch_busy(p.batch) ? 0 : 500, e);
+            if (got == 0)
+                open = false;
+            else if (got < 0) {         /* the stream itself is broken: finish what came before it, then say so */
+                pd_err_prefix(e, "input");
+                pd_error("%s", e->msg);
+                p.status = pd_exit_worse(p.status, e->code);
+                open = false;
+            } else if (got == 1)
+                continue;               /* take all that is there before a step */
+        }
+        if (pd_batch_busy(p.batch))
+            step(&p);
+        else if (!open || p.n_runs >= 4 * rt->max_seqs)
+            reap(&p, true);
+        if (pd_publish_error(p.pub, e))
+            fatal(&p, e);
+    }
+    pd_progress_end();
+    rc = pd_publish_finish(p.pub, e);
+    if (p.fatal.code) {
+        *e = p.fatal;
+        rc = e->code;
+    }
+out:
+    if (pd_stop_level())
+        p.status = pd_exit_worse(p.status, PD_ECANCEL);
+    *status = p.status;
+    pd_publish_free(p.pub);
+    while (p.runs)
+        run_free(&p, p.runs);
+    pd_batch_free(p.batch);
+    return rc;
+}

@@ -1,0 +1,77 @@
+#include <stdio.h>
+#include "../base/clock.h"
+#include "../base/log.h"
+#include "../wire/frame.h"
+#include "reply.h"
+
+int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e)
+{
+    memset(in, 0, sizeof *in);
+    in->t_accept = pd_mono_us();
+    struct pd_buf ids = { 0 };
+    int rc = pd_request_decode(rec, n, &in->mem, &in->req, e), rc2;
+    if (rc < 0) {       /* keep what names it */
+        struct pd_bin id;
+        if (!in->req.id.p && pd_map_find(rec, n, "id", &id) == 1 && id.n <= 256 && (in->req.id.p = pd_arena_dup(&in->mem, id.p, id.n, NULL)))
+            in->req.id.n = id.n;
+        if (!in->req.run[0])
+            pd_run_new(in->req.run, NULL);
+        if (in->req.n < 1 || in->req.n > 128)
+            in->req.n = 1;
+        return rc;
+    }
+    if ((rc = pd_request_resolve(&in->req, seed, e)) < 0) {
+        if (!in->req.run[0] && (rc2 = pd_run_new(in->req.run, NULL)) < 0)
+            return rc2;
+        if (in->req.n < 1 || in->req.n > 128)
+            in->req.n = 1;
+        return rc;
+    }
+    if ((rc = pd_prompt_tokens(rt, &in->req, &ids, e)) < 0)
+        goto out;
+    in->n_tokens = (uint32_t)(ids.n / sizeof(int32_t));
+    if (!(in->tokens = pd_arena_dup(&in->mem, ids.p ? ids.p : (const uint8_t *)"", ids.n, e)))
+        rc = PD_ENOMEM;
+out:
+    pd_buf_free(&ids);
+    return rc;
+}
+
+void pd_intake_free(struct pd_intake *in) { pd_arena_free(&in->mem); }
+
+int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const char *worker, bool prefill, struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_error_rec er = { .id = r->id, .code = pd_exit_status(why->code), .message = { why->msg, strlen(why->msg) } };
+    memcpy(er.run, r->run, sizeof er.run);
+    snprintf(er.class_, sizeof er.class_, "%s", pd_code_name(why->code));
+    snprintf(er.action, sizeof er.action, "%s", action);
+    int rc = pd_error_encode(&er, b, e);
+    for (int32_t i = 0; rc == 0 && i < (r->n < 1 ? 1 : r->n); i++) {
+        struct pd_result res = { .id = r->id, .choice = (uint32_t)i, .text = { "", 0 }, .tpot_ms = -1 };
+        memcpy(res.run, r->run, sizeof res.run);
+        strcpy(res.finish_reason, "error");
+        strcpy(res.mode, prefill ? "remote" : "aggregated");
+        *(prefill ? &res.prefill_worker : &res.decode_worker) = (struct pd_str){ worker, strlen(worker) };
+        rc = pd_result_encode(&res, b, e);
+    }
+    return rc;
+}
+
+void pd_refusal_log(const struct pd_request *r, const struct pd_err *why)
+{
+    char id[80];
+    pd_error("run %s (id %s): %s", r->run[0] ? r->run : "?", pd_id_text(r->id, id, sizeof id), why->msg);
+}
+
+int pd_put_records(struct pd_wstream *w, const uint8_t *p, size_t n, struct pd_err *e)
+{
+    for (size_t at = 0, len; at < n; at += len) {
+        struct pd_frame_scan scan = { 0 };
+        int rc = pd_frame_next(&scan, p + at, n - at, SIZE_MAX / 2, &len, e);
+        if (rc != 1)
+            return rc < 0 ? rc : pd_fail(e, PD_EFAIL, "an encoder of ours made half a record");
+        if ((rc = pd_wstream_put(w, p + at, len, e)) < 0)
+            return rc;
+    }
+    return 0;
+}

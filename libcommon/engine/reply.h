@@ -1,0 +1,24 @@
+/* What every engine command answers alike: a request taken in, or refused with its `error` and one `result` a choice. */
+#ifndef PD_ENGINE_REPLY_H
+#define PD_ENGINE_REPLY_H
+#include "../trace/event.h"
+#include "../wire/stream.h"
+#include "runtime.h"
+
+struct pd_intake {              /* one request, ready to run; free the arena to free it */
+    struct pd_arena mem;
+    struct pd_request req;
+    int32_t *tokens; uint32_t n_tokens;         /* the arena's */
+    int64_t t_accept;                           /* mono us */
+};
+/* Decodes, resolves, tokenises. On failure in->req holds what could be read (id, run), for the refusal. */
+int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e);
+void pd_intake_free(struct pd_intake *in);
+
+/* The records of a failed request, one after the other in b (framed by msgpack itself): `error`, then a `result` a choice. */
+int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const char *worker, bool prefill, struct pd_buf *b, struct pd_err *e);
+/* Writes the records that lie one after the other in p[0..n). */
+int pd_put_records(struct pd_wstream *w, const uint8_t *p, size_t n, struct pd_err *e);
+/* Tells a person: "run 01J... (id a): message". */
+void pd_refusal_log(const struct pd_request *r, const struct pd_err *why);
+#endif
