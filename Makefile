@@ -35,13 +35,14 @@ LIB_OBJ := $(LIB_SRC:%.c=$(B)/o/%.o) $(patsubst %.c,$(B)/o/%.o,$(wildcard $(CPU_
            $(foreach i,scalar avx2 avx512,$(CPU_ISA:%.c=$(B)/o/%.$(i).o))
 CMDS    := $(patsubst cmd/%.c,$(B)/bin/%,$(wildcard cmd/pd-*.c))
 UNITS   := $(patsubst tests/unit/%.c,$(B)/unit/%,$(wildcard tests/unit/test_*.c))
+TOOLS   := $(patsubst tests/tools/%.c,$(B)/tools/%,$(wildcard tests/tools/*.c))
 FUZZ    := $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
 PLUGIN  := $(B)/hdf5-plugin/libH5Zzstd.so
 
 .PHONY: all lib units fuzz check check-long bench-engine demo install clean
 all: $(CMDS) $(PLUGIN)
 lib: $(B)/libpd.a
-units: $(UNITS)
+units: $(UNITS) $(TOOLS)
 fuzz: $(FUZZ)
 
 $(B)/libpd.a: $(LIB_OBJ)
@@ -61,6 +62,9 @@ $(B)/bin/%: cmd/%.c $(B)/libpd.a
 $(B)/unit/%: tests/unit/%.c $(B)/libpd.a
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -MF $(B)/unit/$*.d $< -o $@ $(B)/libpd.a -lcmocka $(LIBS)
+$(B)/tools/%: tests/tools/%.c $(B)/libpd.a
+	@mkdir -p $(@D)
+	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -MF $(B)/tools/$*.d $< -o $@ $(B)/libpd.a $(LIBS)
 # libFuzzer is clang's: the targets compile the library's sources again, instrumented.
 FUZZ_FLAGS := $(filter-out -fsanitize%,$(FLAGS)) -O1 -g -fsanitize=fuzzer-no-link,address,undefined -Wno-everything
 FUZZ_OBJ   := $(LIB_SRC:%.c=build/fuzz/o/%.o) $(patsubst %.c,build/fuzz/o/%.o,$(wildcard $(CPU_COM))) \
@@ -105,4 +109,4 @@ install: all
 clean:
 	rm -rf build
 
--include $(shell find $(B)/o $(B)/unit build/fuzz/o -name '*.d' 2>/dev/null)
+-include $(shell find $(B)/o $(B)/unit $(B)/tools build/fuzz/o -name '*.d' 2>/dev/null)
