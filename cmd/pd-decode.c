@@ -1,5 +1,4 @@
 /* pd-decode: KV descriptors (or bare requests) in, tokens and results out. */
-#include "../libcommon/base/log.h"
 #include "../libcommon/engine/decoder.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/kv/dump.h"
@@ -15,7 +14,7 @@ static struct poptOption options[] = {
     PD_CLI_COMMON
 };
 
-static int run(struct pd_err *e, int *status)
+static int run(const char **args, int *status, struct pd_err *e)
 {
     struct pd_runtime rt = { 0 };
     struct pd_endpoint in = { .fd = -1 }, out = { .fd = -1 };
@@ -28,6 +27,8 @@ static int run(struct pd_err *e, int *status)
     int fd = -1, rc = connect_us < 0 ? e->code : 0;
     if (rc < 0)
         return rc;
+    if (args[0])
+        return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (on_mismatch && strcmp(on_mismatch, "recompute") && strcmp(on_mismatch, "fail"))
         return pd_fail(e, PD_EUSAGE, "--on-mismatch: '%s' is unknown (recompute or fail)", on_mismatch);
     if (text && pd_cli.format)
@@ -74,19 +75,5 @@ out:
 
 int main(int argc, char **argv)
 {
-    const char **args;
-    struct pd_err e = { 0 };
-    int status = 0, rc = pd_cli_parse("pd-decode", options, "-m MODEL < kv > results", argc, (const char **)argv, pd_engine_version, &args);
-    if (rc >= 0)
-        return rc;
-    if (args[0])
-        rc = pd_fail(&e, PD_EUSAGE, "'%s': no argument is expected (records come from -i)", args[0]);
-    else
-        rc = run(&e, &status);
-    if (rc < 0) {
-        pd_error("%s", e.msg);
-        status = rc == PD_EUSAGE ? 2 : pd_exit_worse(status, rc);
-    }
-    pd_cli_end();
-    return status;
+    return pd_cli_main("pd-decode", options, "-m MODEL < kv > results", argc, argv, pd_engine_version, run);
 }

@@ -1,5 +1,4 @@
 /* pd-prefill: requests in, KV out. */
-#include "../libcommon/base/log.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/engine/prefiller.h"
 #include "../libcommon/wire/endpoint.h"
@@ -11,7 +10,7 @@ static struct poptOption options[] = {
     PD_CLI_COMMON
 };
 
-static int run(struct pd_err *e, int *status)
+static int run(const char **args, int *status, struct pd_err *e)
 {
     struct pd_runtime rt = { 0 };
     struct pd_endpoint in = { .fd = -1 }, out = { .fd = -1 };
@@ -24,6 +23,8 @@ static int run(struct pd_err *e, int *status)
     int rc = connect_us < 0 ? e->code : 0;
     if (rc < 0)
         return rc;
+    if (args[0])
+        return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
     if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_trace_open(pd_cli.trace, rt.worker, "prefill", &trace, e)) < 0)
@@ -61,19 +62,5 @@ out:
 
 int main(int argc, char **argv)
 {
-    const char **args;
-    struct pd_err e = { 0 };
-    int status = 0, rc = pd_cli_parse("pd-prefill", options, "-m MODEL < requests > kv", argc, (const char **)argv, pd_engine_version, &args);
-    if (rc >= 0)
-        return rc;
-    if (args[0])
-        rc = pd_fail(&e, PD_EUSAGE, "'%s': no argument is expected (requests come from -i)", args[0]);
-    else
-        rc = run(&e, &status);
-    if (rc < 0) {
-        pd_error("%s", e.msg);
-        status = rc == PD_EUSAGE ? 2 : pd_exit_worse(status, rc);
-    }
-    pd_cli_end();
-    return status;
+    return pd_cli_main("pd-prefill", options, "-m MODEL < requests > kv", argc, argv, pd_engine_version, run);
 }

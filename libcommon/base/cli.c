@@ -22,12 +22,6 @@ struct poptOption pd_cli_common[] = {
     POPT_TABLEEND
 };
 
-int pd_cli_usage(const char *option, const struct pd_err *e)
-{
-    pd_error("%s: %s", option, e->msg);
-    return 2;
-}
-
 int pd_cli_parse(const char *program, const struct poptOption *table, const char *args_help, int argc, const char **argv, void (*version)(void), const char ***args)
 {
     static const char *none[] = { NULL };
@@ -94,4 +88,21 @@ int64_t pd_cli_max_record(struct pd_err *e)
         return -1;
     }
     return n;
+}
+
+int pd_cli_main(const char *program, const struct poptOption *table, const char *args_help, int argc, char **argv, void (*version)(void), pd_work_fn *work)
+{
+    const char **args;
+    struct pd_err e = { 0 };
+    int status = 0, rc = pd_cli_parse(program, table, args_help, argc, (const char **)argv, version, &args);
+    if (rc < 0) {
+        rc = work(args, &status, &e);
+        if (rc < 0) {
+            pd_error("%s", e.msg);
+            status = rc == PD_EUSAGE ? 2 : pd_exit_worse(status, rc);
+        }
+    } else
+        status = rc;
+    pd_cli_end();
+    return status;
 }

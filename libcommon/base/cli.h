@@ -18,8 +18,9 @@ extern struct poptOption pd_cli_common[];       /* -m -i -o --format --trace -t 
  * or an exit status to leave with (0 after --version). `version` prints the command's own lines after the first. `about`: after the usage line in --help. */
 int pd_cli_parse(const char *program, const struct poptOption *table, const char *args_help, int argc, const char **argv, void (*version)(void), const char ***args);
 void pd_cli_end(void);
-/* "pd-x: --opt: text", status 2. */
-int pd_cli_usage(const char *option, const struct pd_err *e);
+/* A whole main: parse, work, tell an error in one line, exit status. work may add to *status (failed requests); its own failure is worse. */
+typedef int pd_work_fn(const char **args, int *status, struct pd_err *e);
+int pd_cli_main(const char *program, const struct poptOption *table, const char *args_help, int argc, char **argv, void (*version)(void), pd_work_fn *work);
 int64_t pd_cli_connect_us(struct pd_err *e);    /* < 0: *e */
 int64_t pd_cli_max_record(struct pd_err *e);
 #endif

@@ -1,0 +1,84 @@
+/* pd-bench: measures. Verbs: engine (the rows of make bench-engine), logits (for comparing engines). */
+#include <stdio.h>
+#include "../libcommon/engine/measure.h"
+#include "../libcommon/engine/options.h"
+
+static char *tests, *ids;
+static int reps = 5, all;
+static struct poptOption options[] = {
+    { "tests", '\0', POPT_ARG_STRING, &tests, 0, "engine: what to run (default pp128,pp512,pp2048,tg64 and the load, memory and hand-over rows)", "LIST" },
+    { "reps", '\0', POPT_ARG_INT, &reps, 0, "engine: timed repetitions of each (default 5; the median counts)", "N" },
+    { "all", '\0', POPT_ARG_NONE, &all, 0, "engine: with --tests, the load, memory and hand-over rows too", NULL },
+    { "ids", '\0', POPT_ARG_STRING, &ids, 0, "logits: windows of token ids, one a line", "FILE" },
+    PD_ENGINE_OPTIONS,
+    PD_CLI_COMMON
+};
+
+struct print { FILE *to; bool json; const struct pd_runtime *rt; int threads; };
+
+static int print_row(void *ctx, const struct pd_row *r, struct pd_err *e)
+{
+    struct print *p = ctx;
+    bool smaller_is_better = !strcmp(r->unit, "ms") || !strcmp(r->unit, "MiB"), pass = smaller_is_better ? r->value <= r->goal : r->value >= r->goal;
+    if (p->json) {
+        fprintf(p->to, "{\"name\":\"%s\",\"value\":%.6g,\"unit\":\"%s\",\"goal\":", r->name, r->value, r->unit);
+        r->has_goal ? fprintf(p->to, "%.6g,\"pass\":%s", r->goal, pass ? "true" : "false") : fprintf(p->to, "null,\"pass\":null");
+        fprintf(p->to, ",\"n\":%d,\"threads\":%d,\"cpu\":\"%s\",\"weights\":\"%s\"}\n", r->n, p->threads, p->rt->k->name, p->rt->model->quant);
+    } else {
+        char goal[32] = "";
+        if (r->has_goal)
+            snprintf(goal, sizeof goal, "%s %.4g", smaller_is_better ? "<=" : ">=", r->goal);
+        fprintf(p->to, "%-30s %12.2f %-10s %10s %-6s n=%d\n", r->name, r->value, r->unit, goal, r->has_goal ? pass ? "ok" : "MISSED" : "", r->n);
+    }
+    return fflush(p->to) ? pd_fail_sys(e, "output") : 0;
+}
+
+static int open_bench(struct pd_runtime *rt, struct pd_err *e) { return pd_engine_open("bench", rt, e); }
+
+static int engine(struct pd_err *e)
+{
+    struct pd_runtime rt = { 0 };
+    if (reps < 1 || reps > 64)
+        return pd_fail(e, PD_EUSAGE, "--reps: %d is out of range 1 to 64 (example: --reps 5)", reps);
+    int rc = open_bench(&rt, e);
+    if (rc < 0)
+        return rc;
+    struct print p = { stdout, pd_cli.format && !strcmp(pd_cli.format, "json"), &rt, pd_threads_count(rt.threads) };
+    struct pd_pool_geom g = *pd_pool_geom(rt.pool);
+    if (!p.json)
+        printf("%s, %s, %d threads, cpu path %s, chunk %u\n", rt.model->revision, rt.model->quant, p.threads, rt.k->name, rt.chunk);
+    if (!tests || all)
+        rc = pd_measure_load(&rt, open_bench, print_row, &p, e);
+    if (rc == 0)
+        rc = pd_measure_engine(&rt, tests ? tests : "pp128,pp512,pp2048,tg64", reps, print_row, &p, e);
+    if (rc == 0 && (!tests || all))
+        rc = pd_measure_handover(&g, 256 << 20, reps, print_row, &p, e);
+    pd_runtime_close(&rt);
+    return rc;
+}
+
+static int logits(struct pd_err *e)
+{
+    struct pd_runtime rt = { 0 };
+    if (!ids || !pd_cli.out)
+        return pd_fail(e, PD_EUSAGE, "%s: is needed (example: pd-bench logits -m MODEL --ids ids.txt -o logits.f32)", ids ? "-o" : "--ids");
+    int rc = open_bench(&rt, e);
+    if (rc == 0)
+        rc = pd_measure_logits(&rt, ids, pd_cli.out, e);
+    pd_runtime_close(&rt);
+    return rc;
+}
+
+static int run(const char **args, int *status, struct pd_err *e)
+{
+    if (args[0] && !args[1] && !strcmp(args[0], "engine"))
+        return engine(e);
+    if (args[0] && !args[1] && !strcmp(args[0], "logits"))
+        return logits(e);
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (engine, logits)", args[0] ? args[1] ? args[1] : args[0] : "");
+}
+
+int main(int argc, char **argv)
+{
+    return pd_cli_main("pd-bench", options, "engine|logits -m MODEL", argc, argv, pd_engine_version, run);
+}

@@ -1,0 +1,226 @@
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+#include "../base/clock.h"
+#include "../base/log.h"
+#include "forward.h"
+#include "measure.h"
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+static double median(double *v, int n)
+{
+    qsort(v, (size_t)n, sizeof *v, by_value);
+    return n % 2 ? v[n / 2] : (v[n / 2 - 1] + v[n / 2]) / 2;
+}
+
+/* One sequence with blocks for `tokens` tokens. */
+struct bench { struct pd_runtime *rt; struct pd_fwd *fwd; uint32_t *blocks, n_blocks; uint8_t **base; int32_t *tokens; uint32_t n_tokens; };
+
+static void bench_free(struct bench *b)
+{
+    for (uint32_t i = 0; i < b->n_blocks; i++)
+        pd_pool_put(b->rt->pool, b->blocks[i]);
+    pd_fwd_free(b->fwd);
+    pd_free(b->blocks);
+    pd_free(b->base);
+    pd_free(b->tokens);
+}
+
+static int bench_new(struct bench *b, struct pd_runtime *rt, uint32_t tokens, uint32_t max_rows, uint32_t max_logits, struct pd_err *e)
+{
+    *b = (struct bench){ .rt = rt };
+    uint32_t bs = (uint32_t)pd_pool_geom(rt->pool)->block_size, n = (tokens + bs - 1) / bs;
+    int rc = PD_ENOMEM;
+    if (!(b->blocks = pd_calloc(n, sizeof *b->blocks, "bench", e)) || !(b->base = pd_calloc(n, sizeof *b->base, "bench", e)) ||
+        !(b->tokens = pd_calloc(tokens, sizeof *b->tokens, "bench", e)))
+        goto out;
+    if ((rc = pd_pool_take(rt->pool, n, b->blocks, e)) < 0)
+        goto out;
+    b->n_blocks = n;
+    b->n_tokens = tokens;
+    for (uint32_t i = 0; i < n; i++)
+        b->base[i] = pd_pool_base(rt->pool, b->blocks[i]);
+    uint64_t x = 1;
+    for (uint32_t i = 0; i < tokens; i++) {
+        x = x * 6364136223846793005ull + 1442695040888963407ull;
+        b->tokens[i] = (int32_t)((x >> 33) % (uint64_t)rt->model->cfg.n_vocab);
+    }
+    rc = pd_fwd_new(rt->model, rt->threads, rt->k, rt->pool, max_rows, max_logits, &b->fwd, e);
+out:
+    if (rc < 0)
+        bench_free(b);
+    return rc;
+}
+
+static int run_rows(struct bench *b, uint32_t from, uint32_t n, uint32_t step, bool last_logits, struct pd_err *e)
+{
+    float *logits;
+    for (uint32_t at = from; at < from + n; at += step) {
+        uint32_t m = from + n - at < step ? from + n - at : step;
+        struct pd_span s = { .tokens = b->tokens + at, .n = m, .pos0 = at, .blk = b->base, .want_logits = step == 1 || (last_logits && at + m == from + n) };
+        int rc = pd_forward(b->fwd, &s, 1, NULL, NULL, &logits, e);
+        if (rc < 0)
+            return rc;
+    }
+    return 0;
+}
+
+struct test { bool decode; uint32_t n, depth; char name[32]; };
+
+static int parse_test(const char *s, size_t n, struct test *t, struct pd_err *e)
+{
+    char *end;
+    snprintf(t->name, sizeof t->name, "%.*s", (int)n, s);
+    if (n >= sizeof t->name || (strncmp(t->name, "pp", 2) && strncmp(t->name, "tg", 2)))
+        goto bad;
+    t->decode = t->name[0] == 't';
+    t->n = (uint32_t)strtoul(t->name + 2, &end, 10);
+    t->depth = 0;
+    if (!strncmp(end, "@d", 2))
+        t->depth = (uint32_t)strtoul(end + 2, &end, 10);
+    if (*end || t->n < 1 || t->n > 1 << 20 || t->depth > 1 << 20)
+        goto bad;
+    return 0;
+bad:
+    return pd_fail(e, PD_EUSAGE, "--tests: '%.*s' is no test (example: --tests pp512,tg64,tg64@d4096)", (int)n, s);
+}
+
+static int run_test(struct pd_runtime *rt, const struct test *t, int reps, pd_row_fn *row, void *ctx, struct pd_err *e)
+{
+    struct bench b;
+    double v[64];
+    if (t->n + t->depth > (uint32_t)rt->model->cfg.n_ctx)
+        return pd_fail(e, PD_EUSAGE, "--tests: %s needs %u positions, the model's context has %d", t->name, t->n + t->depth, rt->model->cfg.n_ctx);
+    int rc = bench_new(&b, rt, t->n + t->depth, rt->chunk, 1, e);
+    if (rc < 0)
+        return rc;
+    if (t->depth)
+        rc = run_rows(&b, 0, t->depth, rt->chunk, false, e);
+    for (int i = -1; rc == 0 && i < reps; i++) {
+        int64_t t0 = pd_mono_us();
+        rc = run_rows(&b, t->depth, t->n, t->decode ? 1 : rt->chunk, true, e);
+        if (i >= 0)
+            v[i] = t->n / ((double)(pd_mono_us() - t0) / 1e6);
+    }
+    bench_free(&b);
+    if (rc < 0)
+        return rc;
+    struct pd_row r = { .value = median(v, reps), .unit = "tokens/s", .n = reps };
+    snprintf(r.name, sizeof r.name, "%s", t->name);
+    return row(ctx, &r, e);
+}
+
+int pd_measure_engine(struct pd_runtime *rt, const char *tests, int reps, pd_row_fn *row, void *ctx, struct pd_err *e)
+{
+    for (const char *s = tests; *s;) {
+        size_t n = strcspn(s, ",");
+        struct test t;
+        int rc = parse_test(s, n, &t, e);
+        if (rc < 0 || (rc = run_test(rt, &t, reps > 64 ? 64 : reps, row, ctx, e)) < 0)
+            return rc;
+        s += n + (s[n] == ',');
+    }
+    return 0;
+}
+
+static int64_t status_kib(const char *key)
+{
+    char line[256];
+    int64_t v = 0;
+    FILE *f = fopen("/proc/self/status", "re");
+    if (!f)
+        return 0;
+    while (fgets(line, sizeof line, f))
+        if (!strncmp(line, key, strlen(key)))
+            v = atoll(line + strlen(key) + 1);
+    fclose(f);
+    return v;
+}
+
+int pd_measure_load(struct pd_runtime *rt, pd_open_fn *reopen, pd_row_fn *row, void *ctx, struct pd_err *e)
+{
+    double ms[5];
+    int rc = 0;
+    for (int i = 0; i < 5; i++) {
+        pd_runtime_close(rt);
+        int64_t t0 = pd_mono_us();
+        if ((rc = reopen(rt, e)) < 0)
+            return rc;
+        ms[i] = (double)(pd_mono_us() - t0) / 1e3;
+    }
+    struct pd_row load = { .name = "load", .value = median(ms, 5), .unit = "ms", .goal = 1000, .has_goal = true, .n = 5 };
+    struct bench b;
+    if ((rc = row(ctx, &load, e)) < 0 || (rc = bench_new(&b, rt, rt->chunk, rt->chunk + rt->max_seqs, rt->max_seqs, e)) < 0)
+        return rc;
+    if ((rc = run_rows(&b, 0, rt->chunk, rt->chunk, true, e)) == 0) {
+        double rss = (double)(status_kib("RssAnon:") + status_kib("RssShmem:")) * 1024;
+        double over = (rss - (double)rt->model->packed_bytes - (double)pd_pool_stats(rt->pool).slab_bytes) / (1 << 20);
+        struct pd_row r = { .name = "memory_beyond_weights_and_kv", .value = over, .unit = "MiB", .goal = 100, .has_goal = true, .n = 1 };
+        rc = row(ctx, &r, e);
+    }
+    bench_free(&b);
+    return rc;
+}
+
+/* --- logits ---------------------------------------------------------------------------------------------------------------------------------------- */
+
+static int parse_ids(const char *line, int n_vocab, struct pd_buf *ids, struct pd_err *e)
+{
+    ids->n = 0;
+    for (const char *s = line;;) {
+        char *end;
+        errno = 0;
+        long v = strtol(s, &end, 10);
+        if (end == s) {
+            s += strspn(s, " \t\r\n");
+            return *s ? pd_fail(e, PD_EFAIL, "'%.20s' is no token id", s) : 0;
+        }
+        if (errno || v < 0 || v >= n_vocab)
+            return pd_fail(e, PD_EFAIL, "token id %ld is outside the vocabulary of %d", v, n_vocab);
+        int32_t t = (int32_t)v;
+        int rc = pd_buf_add(ids, &t, sizeof t, e);
+        if (rc < 0)
+            return rc;
+        s = end;
+    }
+}
+
+int pd_measure_logits(struct pd_runtime *rt, const char *ids_path, const char *out_path, struct pd_err *e)
+{
+    FILE *in = fopen(ids_path, "re"), *out = NULL;
+    char *line = NULL;
+    size_t cap = 0;
+    struct pd_buf ids = { 0 };
+    int rc = in && (out = fopen(out_path, "we")) ? 0 : pd_fail_sys(e, "%s", in ? out_path : ids_path);
+    uint32_t step = 64;
+    while (rc == 0 && getline(&line, &cap, in) > 0) {
+        if ((rc = parse_ids(line, rt->model->cfg.n_vocab, &ids, e)) < 0 || !ids.n)
+            continue;
+        struct bench b;
+        uint32_t n = (uint32_t)(ids.n / sizeof(int32_t));
+        if ((rc = bench_new(&b, rt, n, step, step, e)) < 0)
+            break;
+        memcpy(b.tokens, ids.p, ids.n);
+        for (uint32_t at = 0; rc == 0 && at < n; at += step) {
+            float *logits;
+            struct pd_span s = { .tokens = b.tokens + at, .n = n - at < step ? n - at : step, .pos0 = at, .blk = b.base, .want_logits = 2 };
+            if ((rc = pd_forward(b.fwd, &s, 1, NULL, NULL, &logits, e)) == 0 &&
+                fwrite(logits, sizeof *logits * (size_t)rt->model->cfg.n_vocab, s.n, out) != s.n)
+                rc = pd_fail_sys(e, "%s", out_path);
+        }
+        bench_free(&b);
+    }
+    free(line);
+    pd_buf_free(&ids);
+    if (in)
+        fclose(in);
+    if (out && fclose(out) && rc == 0)
+        rc = pd_fail_sys(e, "%s", out_path);
+    return rc;
+}

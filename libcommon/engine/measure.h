@@ -1,0 +1,22 @@
+/* Measuring the engine: the rows of `pd-bench engine`, and logits for those who compare.
+ *
+ * Names follow llama-bench: ppN is the prefill of N random tokens (in steps of the chunk, logits of the last token alone), tgN the decode of N tokens one
+ * after the other, `@dD` the same at depth D. Each is run once for warmth, then `reps` times; the value is the median. */
+#ifndef PD_ENGINE_MEASURE_H
+#define PD_ENGINE_MEASURE_H
+#include "runtime.h"
+
+struct pd_row { char name[48]; double value; char unit[16]; double goal; int n; bool has_goal; };
+typedef int pd_row_fn(void *ctx, const struct pd_row *r, struct pd_err *e);
+
+/* tests: "pp128,pp512,tg64@d4096"; PD_EUSAGE names a bad one. */
+int pd_measure_engine(struct pd_runtime *rt, const char *tests, int reps, pd_row_fn *row, void *ctx, struct pd_err *e);
+/* Load time (closed and opened again: warm) and, after a full step, memory beyond weights and pool. rt is open before and after. */
+typedef int pd_open_fn(struct pd_runtime *rt, struct pd_err *e);
+int pd_measure_load(struct pd_runtime *rt, pd_open_fn *reopen, pd_row_fn *row, void *ctx, struct pd_err *e);
+/* Inline hand-over between two processes over a pipe, hashed at both ends, against cat of the same bytes through the same pipe: GB/s and the ratio. */
+int pd_measure_handover(const struct pd_pool_geom *g, uint64_t bytes, int reps, pd_row_fn *row, void *ctx, struct pd_err *e);
+
+/* Each line of ids_path is a window of decimal token ids. Writes [windows x tokens][n_vocab] little-endian float32 to out_path. */
+int pd_measure_logits(struct pd_runtime *rt, const char *ids_path, const char *out_path, struct pd_err *e);
+#endif
