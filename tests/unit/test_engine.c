@@ -1,0 +1,442 @@
+/* The engine against Hugging Face's logits, and against itself: the same bits whatever the chunk, the batch, the threads, the instruction set, the way in. */
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/uio.h>
+#include <cmocka.h>
+#include "../../libcommon/engine/batch.h"
+#include "../../libcommon/engine/runtime.h"
+#include "../../libcommon/kv/handover.h"
+
+#define TINY "testdata/tiny/"
+static const char *const models[] = { "llama-f32", "llama-f16", "llama-bf16", "llama-q8_0", "llama-q4_0", "llama-q4_1", "llama-mixed", "llama-linear", "llama-llama3" };
+
+static void must(int rc, const struct pd_err *e)
+{
+    if (rc < 0)
+        fail_msg("%s", e->msg);
+}
+
+static struct pd_runtime open_model(const char *name, int threads, const char *cpu, const char *kv_dtype, int64_t kv_mem, int block_size)
+{
+    struct pd_runtime rt;
+    struct pd_err e;
+    char path[256];
+    snprintf(path, sizeof path, TINY "%s.gguf", name);
+    if (cpu)
+        setenv("PD_CPU", cpu, 1);
+    else
+        unsetenv("PD_CPU");
+    struct pd_runtime_opts o = { .model = path, .role = "test", .threads = threads, .kv_dtype = kv_dtype, .kv_mem = kv_mem ? kv_mem : 64 << 20, .block_size = block_size };
+    must(pd_runtime_open(&o, &rt, &e), &e);
+    return rt;
+}
+
+static void *read_file(const char *name, const char *ext, size_t *n)
+{
+    char path[256];
+    snprintf(path, sizeof path, TINY "%s.%s", name, ext);
+    FILE *f = fopen(path, "rb");
+    assert_non_null(f);
+    fseek(f, 0, SEEK_END);
+    *n = (size_t)ftell(f);
+    rewind(f);
+    void *p = malloc(*n);
+    assert_int_equal(fread(p, 1, *n, f), *n);
+    fclose(f);
+    return p;
+}
+
+/* Logits of every position, in steps of `chunk`. */
+static float *all_logits(struct pd_runtime *rt, const int32_t *tokens, uint32_t n, uint32_t chunk)
+{
+    struct pd_err e;
+    struct pd_fwd *f;
+    uint32_t bs = (uint32_t)pd_pool_geom(rt->pool)->block_size, nb = (n + bs - 1) / bs, blocks[512];
+    uint8_t *base[512];
+    size_t V = (size_t)rt->model->cfg.n_vocab;
+    float *out = malloc(n * V * sizeof *out), *l;
+    must(pd_pool_take(rt->pool, nb, blocks, &e), &e);
+    for (uint32_t i = 0; i < nb; i++)
+        base[i] = pd_pool_base(rt->pool, blocks[i]);
+    must(pd_fwd_new(rt->model, rt->threads, rt->k, rt->pool, chunk, chunk, &f, &e), &e);
+    for (uint32_t at = 0; at < n; at += chunk) {
+        struct pd_span s = { .tokens = tokens + at, .n = n - at < chunk ? n - at : chunk, .pos0 = at, .blk = base, .want_logits = 2 };
+        must(pd_forward(f, &s, 1, NULL, NULL, &l, &e), &e);
+        memcpy(out + at * V, l, s.n * V * sizeof *out);
+    }
+    pd_fwd_free(f);
+    for (uint32_t i = 0; i < nb; i++)
+        pd_pool_put(rt->pool, blocks[i]);
+    return out;
+}
+
+static void test_golden(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        size_t nt, nl;
+        int32_t *tokens = read_file(models[i], "tokens.bin", &nt);
+        float *want = read_file(models[i], "logits.bin", &nl);
+        struct pd_runtime rt = open_model(models[i], 2, NULL, "f32", 0, 0);
+        uint32_t n = (uint32_t)(nt / 4);
+        size_t total = n * (size_t)rt.model->cfg.n_vocab;
+        assert_int_equal(nl, total * 4);
+        float *got = all_logits(&rt, tokens, n, 64);
+        double worst = 0, err2 = 0, ref2 = 0;
+        for (size_t k = 0; k < total; k++) {
+            double d = fabs((double)got[k] - want[k]);
+            worst = d > worst ? d : worst;
+            err2 += d * d;
+            ref2 += (double)want[k] * want[k];
+        }
+        double rel = sqrt(err2 / ref2);
+        print_message("# %s: max abs error %.2e, relative rms %.2e\n", models[i], worst, rel);
+        if (rt.model->numerics == PD_PK_F32 || rt.model->numerics == PD_PK_F16)
+            assert_true(worst <= 1e-4);
+        else        /* activations are rounded to 8 bits (bf16: 8 bits of mantissa) on the way */
+            assert_true(rel <= 0.03);
+        free(got);
+        free(want);
+        free(tokens);
+        pd_runtime_close(&rt);
+    }
+}
+
+static void fill_tokens(int32_t *t, uint32_t n, int vocab, uint32_t seed)
+{
+    uint64_t x = seed * 2654435761u + 1;
+    for (uint32_t i = 0; i < n; i++) {
+        x = x * 6364136223846793005ull + 1442695040888963407ull;
+        t[i] = (int32_t)((x >> 33) % (uint64_t)vocab);
+    }
+}
+
+/* Bits of the logits over chunks, threads, block sizes and, for integer dots, instruction sets. 300 positions cross an attention segment. */
+static void test_same_bits(void **state)
+{
+    (void)state;
+    static const struct { int threads; const char *cpu; uint32_t chunk; int block_size; } v[] = {
+        { 1, NULL, 512, 16 }, { 2, NULL, 512, 16 }, { 2, NULL, 64, 16 }, { 2, NULL, 7, 16 }, { 1, NULL, 1, 16 }, { 2, NULL, 1, 16 }, { 2, NULL, 512, 32 },
+        { 2, "scalar", 512, 16 }, { 1, "scalar", 7, 16 }, { 2, "avx2", 512, 16 }, { 2, "avx2", 1, 16 }, { 2, "avx512", 512, 16 },
+    };
+    enum { N = 300 };
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        float *ref = NULL;
+        int32_t tokens[N];
+        const char *cls = NULL;
+        for (size_t k = 0; k < sizeof v / sizeof *v; k++) {
+            const char *why;
+            if (v[k].cpu && !pd_kernels_cpu(v[k].cpu, &why))
+                continue;       /* this CPU has no such path */
+            struct pd_runtime rt = open_model(models[i], v[k].threads, v[k].cpu, NULL, 0, v[k].block_size);
+            fill_tokens(tokens, N, rt.model->cfg.n_vocab, 7);
+            uint32_t n = (uint32_t)rt.model->cfg.n_ctx < N ? (uint32_t)rt.model->cfg.n_ctx : N;
+            size_t bytes = n * (size_t)rt.model->cfg.n_vocab * 4;
+            float *got = all_logits(&rt, tokens, n, v[k].chunk);
+            if (!ref) {
+                ref = got;
+                cls = rt.numerics;
+            } else {
+                if (!strcmp(cls, rt.numerics) && memcmp(ref, got, bytes))
+                    fail_msg("%s: logits differ with %d threads, cpu %s, chunk %u, block size %d", models[i], v[k].threads, v[k].cpu ? v[k].cpu : "best", v[k].chunk, v[k].block_size);
+                if (rt.model->numerics >= PD_PK_U8)
+                    assert_string_equal(cls, rt.numerics);
+                free(got);
+            }
+            pd_runtime_close(&rt);
+        }
+        free(ref);
+    }
+    unsetenv("PD_CPU");
+}
+
+/* --- runs through the batch ------------------------------------------------------------------------------------------------------------------------ */
+
+#define MAX_GEN 40
+struct out { int32_t tokens[4][MAX_GEN]; float lp[4][MAX_GEN]; uint32_t n[4]; char reason[4][12]; struct pd_run *run; };
+
+static struct out *out_of(struct pd_seq *s) { return s->run->user; }
+static struct pd_batch *the_batch;
+static bool keep_runs;
+
+static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t)
+{
+    (void)ctx;
+    struct out *o = out_of(s);
+    assert_true(pos < MAX_GEN);
+    assert_int_equal(pos, o->n[s->choice]);     /* no gap, no repeat */
+    o->tokens[s->choice][pos] = t->token;
+    o->lp[s->choice][pos] = t->logprob;
+    o->n[s->choice]++;
+    return false;
+}
+
+static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const struct pd_err *e)
+{
+    (void)ctx;
+    struct out *o = out_of(s);
+    snprintf(o->reason[s->choice], sizeof o->reason[0], "%s", reason);
+    if (e)
+        print_message("# %s\n", e->msg);
+    o->run = s->run;
+    if (!s->run->n_open && !keep_runs)
+        pd_run_drop(the_batch, s->run);
+}
+
+static void on_layer(void *ctx, struct pd_run *r, int layer, uint32_t n) { (void)ctx; (void)r; (void)layer; (void)n; }
+
+static struct pd_batch *new_batch(struct pd_runtime *rt, uint32_t chunk, uint32_t max_seqs)
+{
+    struct pd_err e;
+    struct pd_batch_opts o = { chunk, max_seqs };
+    struct pd_batch_cb cb = { NULL, on_layer, on_token, on_finished };
+    must(pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &o, &cb, &the_batch, &e), &e);
+    return the_batch;
+}
+
+static void drain(struct pd_batch *b)
+{
+    struct pd_err e;
+    for (int i = 0; pd_batch_busy(b); i++) {
+        assert_true(i < 100000);
+        must(pd_batch_step(b, &e), &e);
+    }
+}
+
+static struct pd_request sampling(int i)
+{
+    struct pd_request r = { .n = 1, .max_tokens = 24, .top_p = 1, .repetition_penalty = 1, .logprobs = 1, .ignore_eos = true };
+    switch (i % 6) {
+    case 1: r.temperature = 1; break;
+    case 2: r.temperature = 0.8f; r.top_p = 0.9f; break;
+    case 3: r.temperature = 1.2f; r.top_k = 20; r.frequency_penalty = 0.5f; break;
+    case 4: r.temperature = 0.7f; r.min_p = 0.05f; r.repetition_penalty = 1.1f; break;
+    case 5: r.temperature = 1; r.top_k = 50; r.top_p = 0.95f; r.presence_penalty = 0.3f; r.n = 3; break;
+    }
+    r.seed = 100 + i;
+    return r;
+}
+
+#define RUNS 12
+static int32_t prompts[RUNS][128];
+static uint32_t prompt_n[RUNS];
+
+static void make_prompts(const struct pd_runtime *rt)
+{
+    for (int i = 0; i < RUNS; i++) {
+        prompt_n[i] = (uint32_t)(1 + (i * 37) % 90);
+        fill_tokens(prompts[i], prompt_n[i], rt->model->cfg.n_vocab, (uint32_t)i + 50);
+    }
+}
+
+static void assert_same(const struct out *a, const struct out *b, int run, const char *what)
+{
+    for (int c = 0; c < 4; c++)
+        if (a->n[c] != b->n[c] || memcmp(a->tokens[c], b->tokens[c], a->n[c] * 4) || memcmp(a->lp[c], b->lp[c], a->n[c] * 4) || strcmp(a->reason[c], b->reason[c]))
+            fail_msg("run %d choice %d differs: %s (%u tokens %s, %u tokens %s)", run, c, what, a->n[c], a->reason[c], b->n[c], b->reason[c]);
+}
+
+/* Every run alone, chunk 512: what all else must equal. */
+static void reference(struct pd_runtime *rt, struct out *ref)
+{
+    struct pd_err e;
+    struct pd_run *run;
+    memset(ref, 0, RUNS * sizeof *ref);
+    struct pd_batch *b = new_batch(rt, 512, 8);
+    for (int i = 0; i < RUNS; i++) {
+        struct pd_request r = sampling(i);
+        struct pd_job j = { .req = &r, .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &ref[i] };
+        must(pd_batch_submit(b, &j, &run, &e), &e);
+        drain(b);
+        assert_int_equal(ref[i].n[0], 24);
+    }
+    pd_batch_free(b);
+    assert_int_equal(pd_pool_stats(rt->pool).used, 0);
+}
+
+static void test_batch(void **state)
+{
+    (void)state;
+    static const struct { uint32_t chunk, seqs; int64_t mem; int threads; } v[] = { { 512, 64, 0, 2 }, { 7, 8, 0, 2 }, { 1, 3, 0, 1 }, { 64, 64, -1, 2 }, { 16, 4, -1, 1 } };
+    static const char *const some[] = { "llama-f32", "llama-q4_1", "llama-bf16", "llama-mixed" };
+    struct out ref[RUNS], got[RUNS];
+    struct pd_err e;
+    struct pd_run *run;
+    for (size_t m = 0; m < sizeof some / sizeof *some; m++)
+        for (size_t k = 0; k < sizeof v / sizeof *v; k++) {
+            struct pd_runtime rt = open_model(some[m], v[k].threads, NULL, NULL, 0, 0);
+            make_prompts(&rt);
+            if (k == 0)
+                reference(&rt, ref);
+            if (v[k].mem < 0) { /* room for about 12 blocks: runs preempt each other */
+                int64_t block = (int64_t)(2 * pd_pool_layer_bytes(rt.pool) * (size_t)rt.model->cfg.n_layers);
+                pd_runtime_close(&rt);
+                rt = open_model(some[m], v[k].threads, NULL, NULL, 12 * block, 0);
+            }
+            memset(got, 0, sizeof got);
+            struct pd_batch *b = new_batch(&rt, v[k].chunk, v[k].seqs);
+            struct pd_request r[RUNS];
+            for (int i = 0; i < RUNS; i++) {
+                r[i] = sampling(i);
+                struct pd_job j = { .req = &r[i], .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &got[i] };
+                must(pd_batch_submit(b, &j, &run, &e), &e);
+                if (i % 3 == 2)
+                    must(pd_batch_step(b, &e), &e);     /* some come while others run */
+            }
+            drain(b);
+            for (int i = 0; i < RUNS; i++)
+                assert_same(&ref[i], &got[i], i, some[m]);
+            if (v[k].mem < 0)
+                assert_true(pd_batch_stats(b).preemptions > 0);
+            pd_batch_free(b);
+            assert_int_equal(pd_pool_stats(rt.pool).used, 0);
+            pd_runtime_close(&rt);
+        }
+}
+
+/* Prefill in one pool, chunks through the hand-over, decode from another pool. */
+static void test_import(void **state)
+{
+    (void)state;
+    static const char *const some[] = { "llama-f32", "llama-q4_1", "llama-q8_0" };
+    struct out ref[RUNS], got[RUNS];
+    struct pd_err e;
+    struct pd_run *run;
+    for (size_t m = 0; m < sizeof some / sizeof *some; m++) {
+        struct pd_runtime p = open_model(some[m], 2, NULL, NULL, 0, 0), d = open_model(some[m], 1, NULL, NULL, 0, 0);
+        make_prompts(&p);
+        reference(&d, ref);
+        memset(got, 0, sizeof got);
+        for (int i = 0; i < RUNS; i++) {
+            struct pd_request r = sampling(i);
+            struct out first = { 0 };
+            struct pd_batch *pb = new_batch(&p, 16, 8);
+            keep_runs = true;
+            struct pd_job j = { .req = &r, .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &first, .prefill_only = true };
+            must(pd_batch_submit(pb, &j, &run, &e), &e);
+            drain(pb);
+            keep_runs = false;
+            struct pd_first f[4] = { 0 };
+            for (int c = 0; c < r.n; c++)
+                f[c] = (struct pd_first){ .token = first.tokens[c][0], .logprob = first.lp[c][0] };
+            struct pd_kvdesc desc = { .offer = true, .n_tokens = prompt_n[i], .token_ids = prompts[i] };
+            struct pd_plan plan;
+            must(pd_run_new(desc.run, &e), &e);
+            must(pd_gen_new(desc.gen, &e), &e);
+            pd_layout_from_pool(p.pool, &desc.layout);
+            must(pd_plan_make(&desc.layout, desc.n_tokens, 1, &plan, &e), &e);
+            strcpy(desc.payload.scheme, "inline");
+            strcpy(desc.payload.codec, "none");
+            desc.payload.bytes = plan.bytes;
+            desc.payload.chunk_bytes = plan.chunk_bytes;
+            desc.payload.n_chunks = plan.n_chunks;
+            desc.payload.chunk_blocks = plan.chunk_blocks;
+            struct pd_import *im;
+            must(pd_import_begin(d.pool, &desc, &im, &e), &e);
+            for (uint32_t c = plan.n_chunks; c-- > 0;) {        /* any order */
+                struct pd_chunk ch;
+                struct iovec iov[8];
+                int n;
+                must(pd_export_chunk(p.pool, pd_seq_blocks(&first.run->seq[0]), &plan, &desc, c, &ch, iov, &n, &e), &e);
+                struct pd_buf data = { 0 };
+                for (int k = 0; k < n; k++)
+                    must(pd_buf_add(&data, iov[k].iov_base, iov[k].iov_len, &e), &e);
+                ch.data = (struct pd_bin){ data.p, data.n };
+                must(pd_import_chunk(im, &ch, &e), &e);
+                pd_buf_free(&data);
+            }
+            desc.offer = false;
+            must(pd_import_finish(im, &desc, &e), &e);
+            pd_run_drop(pb, first.run);
+            pd_batch_free(pb);
+            uint32_t nb, *blocks = pd_import_take(im, &nb);
+            pd_import_free(im);
+            struct pd_batch *db = new_batch(&d, 512, 8);
+            struct pd_job k = { .req = &r, .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &got[i], .blocks = blocks, .n_blocks = nb, .first = f, .n_first = (uint32_t)r.n };
+            must(pd_batch_submit(db, &k, &run, &e), &e);
+            pd_free(blocks);
+            drain(db);
+            pd_batch_free(db);
+            assert_same(&ref[i], &got[i], i, "imported KV");
+        }
+        assert_int_equal(pd_pool_stats(p.pool).used, 0);
+        assert_int_equal(pd_pool_stats(d.pool).used, 0);
+        pd_runtime_close(&p);
+        pd_runtime_close(&d);
+    }
+}
+
+/* A run taken up from the tokens it had made goes on with the same ones. */
+static void test_resume(void **state)
+{
+    (void)state;
+    struct out ref[RUNS];
+    struct pd_err e;
+    struct pd_run *run;
+    struct pd_runtime rt = open_model("llama-q4_0", 2, NULL, NULL, 0, 0);
+    make_prompts(&rt);
+    reference(&rt, ref);
+    for (int i = 0; i < RUNS; i++) {
+        struct pd_request r = sampling(i);
+        if (r.n > 1)
+            continue;
+        for (uint32_t cut = 1; cut < 24; cut += 6) {
+            struct out got = { 0 };
+            struct pd_batch *b = new_batch(&rt, 32, 8);
+            struct pd_job j = { .req = &r, .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &got, .resume = ref[i].tokens[0], .n_resume = cut };
+            got.n[0] = cut;     /* positions go on */
+            memcpy(got.tokens[0], ref[i].tokens[0], cut * 4);
+            memcpy(got.lp[0], ref[i].lp[0], cut * 4);
+            must(pd_batch_submit(b, &j, &run, &e), &e);
+            drain(b);
+            pd_batch_free(b);
+            assert_same(&ref[i], &got, i, "resumed");
+        }
+    }
+    pd_runtime_close(&rt);
+}
+
+static void test_limits(void **state)
+{
+    (void)state;
+    struct pd_err e;
+    struct pd_run *run;
+    struct out got = { 0 };
+    struct pd_runtime rt = open_model("llama-f32", 1, NULL, NULL, 0, 0);
+    uint32_t ctx = (uint32_t)rt.model->cfg.n_ctx;
+    int32_t *long_prompt = calloc(ctx + 1, 4);
+    struct pd_request r = sampling(0);
+    struct pd_batch *b = new_batch(&rt, 512, 8);
+    struct pd_job j = { .req = &r, .prompt = long_prompt, .n_prompt = ctx, .user = &got };
+    char number[16];
+    snprintf(number, sizeof number, "%u", ctx);
+    assert_int_equal(pd_batch_submit(b, &j, &run, &e), PD_EFAIL);
+    assert_non_null(strstr(e.msg, number));
+    j.n_prompt = ctx - 1;       /* room for one token exactly */
+    must(pd_batch_submit(b, &j, &run, &e), &e);
+    drain(b);
+    assert_int_equal(got.n[0], 1);
+    assert_string_equal(got.reason[0], "length");
+    long_prompt[3] = rt.model->cfg.n_vocab;
+    assert_int_equal(pd_batch_submit(b, &j, &run, &e), PD_EFAIL);
+    assert_non_null(strstr(e.msg, "token_ids[3]"));
+    long_prompt[3] = -1;
+    assert_int_equal(pd_batch_submit(b, &j, &run, &e), PD_EFAIL);
+    j.n_prompt = 0;
+    assert_int_equal(pd_batch_submit(b, &j, &run, &e), PD_EFAIL);
+    pd_batch_free(b);
+    free(long_prompt);
+    pd_runtime_close(&rt);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_golden), cmocka_unit_test(test_same_bits), cmocka_unit_test(test_batch),
+        cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_limits),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
