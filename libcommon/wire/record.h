@@ -14,11 +14,13 @@
 
 enum pd_kind { PD_K_UNKNOWN, PD_K_REQUEST, PD_K_OFFER, PD_K_KV, PD_K_CHUNK, PD_K_TOKEN, PD_K_RESULT, PD_K_ERROR, PD_K_EVENT, PD_K_WORKER, PD_K_ROUTE };
 const char *pd_kind_name(enum pd_kind k);
+/* Of a framed map, by its key `pd`: PD_K_REQUEST without one, PD_K_UNKNOWN for a name that this build does not know (pass it through). */
+enum pd_kind pd_kind_of(const void *rec, size_t n);
 
 /* Raw msgpack key/value pairs that follow one another, kept as they came. */
 struct pd_extra { const uint8_t *p; size_t n; uint32_t pairs; };
 
-struct pd_message { struct pd_str role, content; };
+struct pd_message { struct pd_str role, content; struct pd_extra extra; };
 struct pd_logit_bias { int32_t token; float bias; };
 
 /* `request`. Absent numbers hold the defaults after pd_request_resolve; before it `has` tells which came. */
@@ -108,6 +110,7 @@ struct pd_result {
     uint32_t choice;
     struct pd_str text; const int32_t *tokens; uint32_t n_tokens;
     const float *logprobs;              /* [n_tokens] or NULL */
+    uint32_t n_logprobs;                /* the decoder's count, which it has held against n_tokens */
     uint32_t prompt_tokens, completion_tokens, cached_tokens, transferred_tokens, recomputed_tokens;
     char finish_reason[12], mode[12];
     struct pd_str fallback;             /* absent = null */
@@ -149,6 +152,7 @@ int pd_chunk_decode(const void *rec, size_t n, struct pd_chunk *c, struct pd_err
 int pd_token_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_token *t, struct pd_err *e);
 int pd_result_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_result *r, struct pd_err *e);
 int pd_error_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_error_rec *r, struct pd_err *e);
+int pd_event_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_event *v, struct pd_err *e);
 
 /* The value of a string key in a raw msgpack map, by skip-scan (no allocation). 1 found (*out: the value's raw bytes), 0 absent, < 0 malformed. */
 int pd_map_find(const void *map, size_t n, const char *key, struct pd_bin *out);

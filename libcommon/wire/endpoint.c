@@ -1,0 +1,311 @@
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+#include "../base/clock.h"
+#include "../base/fault.h"
+#include "../base/log.h"
+#include "../base/mem.h"
+#include "endpoint.h"
+
+#define PIPE_BYTES (1 << 20)
+#define RETRY_US 20000
+
+enum scheme { STDIO, PATH, UNIX, UNIX_LISTEN };
+
+/* Schemes that the design names but this build does not have: a path could hardly mean them. */
+static const char *const later[] = { "tcp:", "tcp-listen:", "rdma:", "rdma-listen:", "shm:", "nixl:", "cuda:", "http:", "https:" };
+
+static int parse(const char *spec, enum scheme *scheme, const char **rest, struct pd_err *e)
+{
+    *rest = spec;
+    if (!*spec)
+        return pd_fail(e, PD_EUSAGE, "an endpoint is empty (example: -, a path, unix:/run/pd/p.sock)");
+    for (size_t i = 0; i < sizeof later / sizeof *later; i++)
+        if (!strncmp(spec, later[i], strlen(later[i])))
+            return pd_fail(e, PD_EUSAGE, "%s: %.*s endpoints are not supported by this build yet (use -, a path, unix:PATH or unix-listen:PATH)", spec,
+                           (int)strlen(later[i]) - 1, spec);
+    if (!strcmp(spec, "-"))
+        *scheme = STDIO;
+    else if (!strncmp(spec, "unix:", 5))
+        *scheme = UNIX, *rest = spec + 5;
+    else if (!strncmp(spec, "unix-listen:", 12))
+        *scheme = UNIX_LISTEN, *rest = spec + 12;
+    else
+        *scheme = PATH;
+    return **rest ? 0 : pd_fail(e, PD_EUSAGE, "%s: the socket's path is missing (example: unix:/run/pd/p.sock)", spec);
+}
+
+bool pd_endpoint_is_h5(const char *spec)
+{
+    enum scheme scheme;
+    const char *path;
+    size_t n = strlen(spec);
+    return !parse(spec, &scheme, &path, NULL) && scheme == PATH && n > 3 && !strcmp(spec + n - 3, ".h5");
+}
+
+static void enlarge_pipe(int fd)
+{
+    struct stat st;
+    if (!fstat(fd, &st) && S_ISFIFO(st.st_mode) && fcntl(fd, F_GETPIPE_SZ) < PIPE_BYTES)
+        fcntl(fd, F_SETPIPE_SZ, PIPE_BYTES);    /* refused past the user's limit: then it stays as it is */
+}
+
+/* ---- Unix sockets ---- */
+
+static int address(const char *path, struct sockaddr_un *a, struct pd_err *e)
+{
+    *a = (struct sockaddr_un){ .sun_family = AF_UNIX };
+    if (strlen(path) >= sizeof a->sun_path)
+        return pd_fail(e, PD_EUSAGE, "%s: a socket's path has at most %zu bytes", path, sizeof a->sun_path - 1);
+    strcpy(a->sun_path, path);
+    return 0;
+}
+
+/* Whoever runs as another user is turned away, root excepted, whatever the modes of the directories above. */
+static int check_peer(int fd, const char *path, struct pd_err *e)
+{
+    struct ucred c;
+    socklen_t n = sizeof c;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &n))
+        return pd_fail_sys(e, "%s: cannot tell who the peer is", path);
+    if (c.uid != geteuid() && c.uid != 0)
+        return pd_fail(e, PD_EFAIL, "%s: the peer runs as uid %u, not as %u; refused", path, (unsigned)c.uid, (unsigned)geteuid());
+    return 0;
+}
+
+static int connect_unix(const char *path, int64_t timeout_us, struct pd_endpoint *ep, struct pd_err *e)
+{
+    struct sockaddr_un a;
+    int64_t until = pd_mono_us() + timeout_us;
+    int rc = address(path, &a, e);
+    while (!rc) {
+        int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (fd < 0)
+            return pd_fail_sys(e, "%s: cannot make a socket", path);
+        if (!connect(fd, (struct sockaddr *)&a, sizeof a)) {
+            rc = check_peer(fd, path, e);
+            if (rc)
+                close(fd);
+            else
+                ep->fd = fd, ep->own = true;
+            return rc;
+        }
+        int why = errno;
+        close(fd);
+        errno = why;
+        if (why == EINTR)
+            return pd_fail(e, PD_ECANCEL, "%s: interrupted while connecting", path);
+        if (why != ENOENT && why != ECONNREFUSED && why != EAGAIN)
+            return pd_fail_sys(e, "%s: cannot connect", path);
+        if (pd_mono_us() >= until) {
+            rc = pd_fail_sys(e, "%s: cannot connect within %lld ms (is the other side running?)", path, (long long)(timeout_us / 1000));
+            return rc;
+        }
+        struct timespec t = { 0, RETRY_US * 1000 };
+        if (nanosleep(&t, NULL))
+            return pd_fail(e, PD_ECANCEL, "%s: interrupted while connecting", path);
+    }
+    return rc;
+}
+
+/* A socket that nobody answers on is left over from a killed process and is replaced; anything else at the path is somebody's. */
+static int clear_stale(const char *path, const struct sockaddr_un *a, struct pd_err *e)
+{
+    struct stat st;
+    if (lstat(path, &st))
+        return errno == ENOENT ? 0 : pd_fail_sys(e, "%s", path);
+    if (!S_ISSOCK(st.st_mode))
+        return pd_fail(e, PD_EUSAGE, "%s exists and is no socket; choose another path", path);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return pd_fail_sys(e, "%s: cannot make a socket", path);
+    int refused = connect(fd, (const struct sockaddr *)a, sizeof *a) && errno == ECONNREFUSED;
+    close(fd);
+    if (!refused)
+        return pd_fail(e, PD_EUSAGE, "%s: another process listens there; choose another path", path);
+    return unlink(path) && errno != ENOENT ? pd_fail_sys(e, "%s: cannot remove the old socket", path) : 0;
+}
+
+static int listen_unix(const char *path, struct pd_endpoint *ep, struct pd_err *e)
+{
+    struct sockaddr_un a;
+    int l = -1, rc = address(path, &a, e);
+    rc = rc ? rc : clear_stale(path, &a, e);
+    if (rc)
+        return rc;
+    l = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    /* The name gets the socket's own mode (less the umask), so that it is never open to others, not even for a moment. */
+    if (l < 0 || fchmod(l, 0600) || bind(l, (struct sockaddr *)&a, sizeof a)) {
+        rc = pd_fail_sys(e, "%s: cannot listen", path);
+        goto out;
+    }
+    ep->unlink_path = pd_strndup(path, strlen(path), e);
+    if (!ep->unlink_path) {
+        rc = PD_ENOMEM;
+        unlink(path);
+        goto out;
+    }
+    if (listen(l, 1)) {
+        rc = pd_fail_sys(e, "%s: cannot listen", path);
+        goto out;
+    }
+    while (ep->fd < 0) {
+        struct pd_err why;
+        int fd = accept4(l, NULL, NULL, SOCK_CLOEXEC);
+        if (fd < 0 && errno == EINTR)
+            rc = pd_fail(e, PD_ECANCEL, "%s: interrupted while waiting for a peer", path);
+        else if (fd < 0 && errno != ECONNABORTED)
+            rc = pd_fail_sys(e, "%s: cannot accept a peer", path);
+        if (rc)
+            goto out;
+        if (fd >= 0 && check_peer(fd, path, &why)) {
+            pd_warn("%s", why.msg);
+            close(fd);
+        } else if (fd >= 0)
+            ep->fd = fd, ep->own = true;
+    }
+out:
+    /* One peer is served: the name goes as soon as it came, and a second one finds nothing rather than a queue without end. */
+    if (ep->unlink_path)
+        unlink(ep->unlink_path);
+    pd_free(ep->unlink_path);
+    ep->unlink_path = NULL;
+    if (l >= 0)
+        close(l);
+    return rc;
+}
+
+/* ---- paths ---- */
+
+int pd_endpoint_open_in(const char *spec, int64_t connect_timeout_us, struct pd_endpoint *ep, struct pd_err *e)
+{
+    enum scheme scheme;
+    const char *path;
+    struct stat st;
+    *ep = (struct pd_endpoint){ .fd = -1 };
+    int rc = parse(spec, &scheme, &path, e);
+    if (rc)
+        return rc;
+    if (scheme == UNIX || (scheme == PATH && !stat(path, &st) && S_ISSOCK(st.st_mode)))
+        return connect_unix(path, connect_timeout_us, ep, e);
+    if (scheme == UNIX_LISTEN)
+        return listen_unix(path, ep, e);
+    if (scheme == STDIO) {
+        ep->fd = STDIN_FILENO;
+        enlarge_pipe(ep->fd);
+        return 0;
+    }
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return errno == EINTR ? pd_fail(e, PD_ECANCEL, "%s: interrupted", path) : pd_fail_sys(e, "cannot open %s", path);
+    if (!fstat(fd, &st) && S_ISDIR(st.st_mode)) {
+        close(fd);
+        return pd_fail(e, PD_EUSAGE, "%s is a directory; name a file", path);
+    }
+    enlarge_pipe(fd);
+    ep->fd = fd;
+    ep->own = true;
+    return 0;
+}
+
+/* A temporary beside the target. A link is followed, so that its target is replaced and the link stays. */
+static int open_temporary(const char *path, const struct stat *old, struct pd_endpoint *ep, struct pd_err *e)
+{
+    struct stat link;
+    char *real = NULL;
+    int rc = 0;
+    if (!lstat(path, &link) && S_ISLNK(link.st_mode) && !(real = realpath(path, NULL)))
+        return pd_fail_sys(e, "%s is a link to a file that is not there", path);
+    const char *target = real ? real : path;
+    struct pd_buf name = { 0 };
+    ep->path = pd_strndup(target, strlen(target), e);
+    rc = ep->path ? pd_buf_printf(&name, e, "%s.XXXXXX", target) : PD_ENOMEM;
+    if (!rc && !(ep->tmp = pd_strndup((char *)name.p, name.n, e)))
+        rc = PD_ENOMEM;
+    if (!rc && (ep->fd = mkostemp(ep->tmp, O_CLOEXEC)) < 0)
+        rc = pd_fail_sys(e, "cannot make a file beside %s", path);
+    if (!rc && old && fchmod(ep->fd, old->st_mode & 0777))
+        rc = pd_fail_sys(e, "%s: cannot keep the mode of the old file", path);
+    ep->own = ep->fd >= 0;
+    pd_buf_free(&name);
+    free(real);
+    if (rc && ep->fd < 0) {
+        pd_free(ep->tmp);
+        ep->tmp = NULL;
+    }
+    if (rc)
+        pd_endpoint_abort(ep);
+    return rc;
+}
+
+int pd_endpoint_open_out(const char *spec, int64_t connect_timeout_us, struct pd_endpoint *ep, struct pd_err *e)
+{
+    enum scheme scheme;
+    const char *path;
+    struct stat st;
+    *ep = (struct pd_endpoint){ .fd = -1 };
+    int rc = parse(spec, &scheme, &path, e);
+    if (rc)
+        return rc;
+    bool there = scheme == PATH && !stat(path, &st);
+    if (scheme == UNIX || (there && S_ISSOCK(st.st_mode)))
+        return connect_unix(path, connect_timeout_us, ep, e);
+    if (scheme == UNIX_LISTEN)
+        return listen_unix(path, ep, e);
+    if (scheme == STDIO) {
+        ep->fd = STDOUT_FILENO;
+        enlarge_pipe(ep->fd);
+        return 0;
+    }
+    if (there && S_ISDIR(st.st_mode))
+        return pd_fail(e, PD_EUSAGE, "%s is a directory; name a file in it", path);
+    if (!there || S_ISREG(st.st_mode))
+        return open_temporary(path, there ? &st : NULL, ep, e);
+    ep->fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (ep->fd < 0)
+        return errno == EINTR ? pd_fail(e, PD_ECANCEL, "%s: interrupted", path) : pd_fail_sys(e, "cannot open %s for writing", path);
+    ep->own = true;
+    enlarge_pipe(ep->fd);
+    return 0;
+}
+
+int pd_endpoint_commit(struct pd_endpoint *ep, struct pd_err *e)
+{
+    int rc = 0;
+    if (ep->tmp && (pd_fault("fsync") ? (errno = EIO, -1) : fsync(ep->fd)))
+        rc = pd_fail_sys(e, "cannot bring %s to the disk", ep->path);
+    if (ep->own && ep->fd >= 0 && close(ep->fd) && errno != EINTR && !rc)
+        rc = pd_fail_sys(e, "cannot close %s", ep->path ? ep->path : "the output");
+    ep->own = false;
+    if (!rc && ep->tmp && rename(ep->tmp, ep->path))
+        rc = pd_fail_sys(e, "cannot rename %s to %s", ep->tmp, ep->path);
+    if (!rc) {
+        pd_free(ep->tmp);
+        ep->tmp = NULL;
+    }
+    pd_endpoint_abort(ep);      /* what is left to free; after a failure the temporary goes too */
+    return rc;
+}
+
+void pd_endpoint_abort(struct pd_endpoint *ep)
+{
+    if (ep->own && ep->fd >= 0)
+        close(ep->fd);
+    if (ep->tmp)
+        unlink(ep->tmp);
+    if (ep->unlink_path)
+        unlink(ep->unlink_path);
+    pd_free(ep->path);
+    pd_free(ep->tmp);
+    pd_free(ep->unlink_path);
+    *ep = (struct pd_endpoint){ .fd = -1 };
+}

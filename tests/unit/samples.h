@@ -1,0 +1,147 @@
+/* One record of each kind with every field set, for the tests of wire/ and the golden vectors (testdata/vectors). */
+#ifndef PD_TEST_SAMPLES_H
+#define PD_TEST_SAMPLES_H
+#include <stdio.h>
+#include "../../libcommon/wire/record.h"
+
+#define RUN_A "01ARZ3NDEKTSV4RRFFQ69G5FAV"
+#define STR(s) ((struct pd_str){ s, sizeof(s) - 1 })
+#define BIN(s) ((struct pd_bin){ (const uint8_t *)(s), sizeof(s) - 1 })
+
+static struct pd_message sample_messages[] = { { { "system", 6 }, { "Be brief.", 9 }, { 0 } },
+    { { "user", 4 }, { "caf\xc3\xa9 \xf0\x9f\x98\x80", 10 }, { (const uint8_t *)"\xa4name\xa3" "Ann", 9, 1 } } };
+static struct pd_str sample_stop[] = { { "\n\n", 2 }, { "a\0b", 3 } };
+static int32_t sample_stop_ids[] = { 2, 32000 }, sample_ids[] = { 1, 450, 7483, 310, 3444, 338 };
+static struct pd_logit_bias sample_bias[] = { { 7, -100 }, { 50256, 0.1f } };
+static struct pd_top sample_top[] = { { 3681, -0.0123f }, { 263, -4.75f } };
+static struct pd_first sample_first[] = { { 3681, -0.0123f, sample_top, 2 }, { 263, -4.75f, NULL, 0 } };
+static float sample_logprobs[] = { -0.0123f, -1e-7f, -88.5f };
+
+static inline struct pd_request sample_request(void)
+{
+    return (struct pd_request){ .run = RUN_A, .id = BIN("\xa3" "a-1"), .messages = sample_messages, .n_messages = 2, .has = 65535, .max_tokens = 16, .min_tokens = 1,
+        .top_k = 40, .n = 2, .logprobs = 1, .top_logprobs = 2, .priority = -1, .temperature = 0.7f, .top_p = 0.95f, .min_p = 0.05f, .presence_penalty = 0.5f,
+        .frequency_penalty = -0.25f, .repetition_penalty = 1.1f, .seed = INT64_MAX, .deadline_ms = 30000, .arrival_us = 1234567, .stop = sample_stop, .n_stop = 2,
+        .stop_token_ids = sample_stop_ids, .n_stop_token_ids = 2, .logit_bias = sample_bias, .n_logit_bias = 2, .ignore_eos = true, .echo = true,
+        .adapter = STR("base"), .cache_salt = STR("tenant-7"), .idempotency_key = STR("k-9"), .cancel_token = BIN("0123456789abcdef"),
+        .timeouts_ms = BIN("\x81\xa7prefill\xcd\x03\xe8"), .slo = BIN("\x82\xa7ttft_ms\xcc\xfa\xa7tpot_ms\xcb\x40\x39\0\0\0\0\0\0"),
+        .route = BIN("\x81\xa6reason\xa5local"), .extra = { (const uint8_t *)"\xa4user\x81\xa4$b64\xc2", 12, 1 } };
+}
+
+/* Its prompt as text, and nothing else: what a person types. */
+static inline struct pd_request small_request(void)
+{
+    return (struct pd_request){ .id = BIN("\x11"), .prompt = STR("The capital of France is"), .has = PD_RQ_MAX_TOKENS | PD_RQ_TEMPERATURE, .max_tokens = 16 };
+}
+
+static inline struct pd_kvdesc sample_kv(bool offer)
+{
+    struct pd_kvdesc d = { .offer = offer, .run = RUN_A, .op = "opopopopopopopo", .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .epoch = 3,
+        .fp_fields = BIN("\x83\xa4" "arch\xa5llama\xaarope_theta\xcb\x40\xc3\x88\0\0\0\0\0\xa6layers\x1e"), .n_tokens = 6, .token_ids = sample_ids,
+        .layout = { .layout_hash = 0xfedcba9876543210ull, .block_size = 16, .layers = 30, .kv_heads = 3, .head_dim = 64, .dtype = "f16", .order = "HND" },
+        .payload = { .scheme = "inline", .bytes = 737280, .chunk_bytes = 24576, .n_chunks = 30, .chunk_blocks = 1, .codec = "none" },
+        .first = sample_first, .n_first = 2, .request = sample_request(), .t = BIN("\x82\xa8queue_us\x0c\xaaprefill_us\xcd\x30\x39"),
+        .domain = STR("rack-1"), .worker = STR("p0"), .extra = { (const uint8_t *)"\xa6" "future\x93\x01\xc0\xc3", 11, 1 } };
+    pd_sha256(d.fp_fields.p, d.fp_fields.n, d.fp_sha, NULL);
+    return d;
+}
+
+static inline struct pd_chunk sample_chunk(void)
+{
+    return (struct pd_chunk){ .run = RUN_A, .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .index = 5, .layer0 = 5, .layers = 1, .block0 = 0, .blocks = 1,
+        .codec = "none", .raw_len = 10, .xxh3 = 0x0011223344556677ull, .data = BIN("0123\0\xff" "6789") };
+}
+
+static inline struct pd_token sample_token(void)
+{
+    return (struct pd_token){ .run = RUN_A, .choice = 1, .pos = 0, .token = 3681, .text = STR(" Paris"), .has_logprob = true, .logprob = -0.0123f, .top = sample_top,
+        .n_top = 2, .t_us = 81234 };
+}
+
+static inline struct pd_result sample_result(void)
+{
+    struct pd_result r = { .run = RUN_A, .id = BIN("\xa3" "a-1"), .choice = 1, .text = STR(" Paris. \"\\\x01\x7f\0"), .tokens = sample_ids, .n_tokens = 3, .logprobs = sample_logprobs,
+        .prompt_tokens = 6, .completion_tokens = 3, .cached_tokens = 0, .transferred_tokens = 6, .recomputed_tokens = 0, .finish_reason = "length", .mode = "remote",
+        .ttft_ms = 81.234, .tpot_ms = 12, .e2e_ms = 105.5, .kv_ms = 0.3, .kv_bytes = 737280, .has_fingerprint = true, .has_gen = true,
+        .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .prefill_worker = STR("p0"), .decode_worker = STR("d0") };
+    for (int i = 0; i < PD_SHA_LEN; i++)
+        r.fingerprint[i] = (uint8_t)(i * 7);
+    return r;
+}
+
+static inline struct pd_error_rec sample_error(void)
+{
+    return (struct pd_error_rec){ .run = RUN_A, .id = BIN("\xcd\x01\x2c"), .class_ = "integrity", .code = 4, .message = STR("chunk 5: checksum differs"), .action = "recompute" };
+}
+
+static inline struct pd_event sample_event(void)
+{
+    return (struct pd_event){ .run = RUN_A, .op = "opopopopopopopo", .parent = "parentparentpar", .has_op = true, .has_parent = true, .state = "kv_published", .role = "prefill",
+        .where = "remote", .worker = STR("p0"), .domain = STR("rack-1"), .model_revision = STR("SmolLM2@0123456789ab"),
+        .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .has_gen = true, .bytes = 737280, .t_us = 1700000000000000, .mono_us = 1234567, .cause = STR("asked") };
+}
+
+enum { N_SAMPLES = 11 };
+static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only" };
+
+/* The i-th sample, encoded. */
+static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_request rq = sample_request(), small = small_request();
+    struct pd_kvdesc offer = sample_kv(true), kv = sample_kv(false), bare = sample_kv(false);
+    struct pd_chunk c = sample_chunk();
+    struct pd_token t = sample_token();
+    struct pd_result r = sample_result(), failed = { .run = RUN_A, .text = STR(""), .finish_reason = "error", .fallback = STR("checksum"), .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .kv_ms = -1 };
+    struct pd_error_rec er = sample_error();
+    struct pd_event ev = sample_event();
+    bare.payload = (struct pd_payload){ 0 };
+    bare.request = small_request();
+    bare.domain = bare.worker = (struct pd_str){ 0 };
+    bare.extra = (struct pd_extra){ 0 };
+    bare.lease = BIN("\x81\xa6ttl_us\xce\x01\xc9\xc3\x80");
+    int rc;
+    switch (i) {
+    case 0: return pd_request_encode(&rq, b, e);
+    case 1: return pd_request_encode(&small, b, e);
+    case 2: return pd_kvdesc_encode(&offer, b, e);
+    case 3: return pd_kvdesc_encode(&kv, b, e);
+    case 4: return (rc = pd_chunk_encode_head(&c, b, e)) ? rc : pd_buf_add(b, c.data.p, c.data.n, e);
+    case 5: return pd_token_encode(&t, b, e);
+    case 6: return pd_result_encode(&r, b, e);
+    case 7: return pd_result_encode(&failed, b, e);
+    case 8: return pd_error_encode(&er, b, e);
+    case 9: return pd_event_encode(&ev, b, e);
+    default: return pd_kvdesc_encode(&bare, b, e);
+    }
+}
+
+/* Decode any record by its kind and encode it again. 1: a kind without a decoder. */
+static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_arena a = { 0 };
+    struct pd_request rq;
+    struct pd_kvdesc d;
+    struct pd_chunk c;
+    struct pd_token t;
+    struct pd_result r;
+    struct pd_error_rec er;
+    struct pd_event ev;
+    int rc;
+    switch (pd_kind_of(rec, n)) {
+    case PD_K_REQUEST: rc = pd_request_decode(rec, n, &a, &rq, e); rc = rc ? rc : pd_request_encode(&rq, b, e); break;
+    case PD_K_OFFER: case PD_K_KV: rc = pd_kvdesc_decode(rec, n, &a, &d, e); rc = rc ? rc : pd_kvdesc_encode(&d, b, e); break;
+    case PD_K_CHUNK:
+        rc = pd_chunk_decode(rec, n, &c, e);
+        rc = rc ? rc : pd_chunk_encode_head(&c, b, e);
+        rc = rc ? rc : pd_buf_add(b, c.data.p, c.data.n, e);
+        break;
+    case PD_K_TOKEN: rc = pd_token_decode(rec, n, &a, &t, e); rc = rc ? rc : pd_token_encode(&t, b, e); break;
+    case PD_K_RESULT: rc = pd_result_decode(rec, n, &a, &r, e); rc = rc ? rc : pd_result_encode(&r, b, e); break;
+    case PD_K_ERROR: rc = pd_error_decode(rec, n, &a, &er, e); rc = rc ? rc : pd_error_encode(&er, b, e); break;
+    case PD_K_EVENT: rc = pd_event_decode(rec, n, &a, &ev, e); rc = rc ? rc : pd_event_encode(&ev, b, e); break;
+    default: rc = 1;
+    }
+    pd_arena_free(&a);
+    return rc;
+}
+#endif
