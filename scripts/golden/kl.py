@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Compare pd's logits with the float32 reference and with llama.cpp's distance from it. Needs what scripts/setup installs, no more:
-    build/bin/pd-bench logits -m M --ids testdata/text/opticks.ids --out build/logits.f32
+    build/bin/pd-bench logits -m M --ids testdata/text/opticks.ids -o build/logits.f32
     kl.py M testdata/text/opticks.ids build/logits.f32 [testdata/golden-llama/kl.json]
 The logits file is raw little-endian float32, [windows x tokens, vocab], no header. Prints one JSON line; exit 1 if pd's mean KL is more
 than 1.05 times llama.cpp's. Takes about a minute of CPU, most of it the reference; a copy of the file's digest guards against comparing
