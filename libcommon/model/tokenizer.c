@@ -216,6 +216,11 @@ bool pd_tokenizer_is_eog(const struct pd_tokenizer *t, int id)
     return false;
 }
 
+bool pd_tokenizer_is_control(const struct pd_tokenizer *t, int id)
+{
+    return id >= 0 && id < t->vocab.n && (t->vocab.type[id] == PD_PIECE_CONTROL || t->vocab.type[id] == PD_PIECE_UNKNOWN);
+}
+
 /* One call's scratch memory, whichever kind. */
 struct call { struct pd_bpe_call bpe; struct pd_spm_call spm; struct pd_buf hits; };
 

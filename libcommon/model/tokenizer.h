@@ -12,6 +12,7 @@ int pd_tokenizer_vocab(const struct pd_tokenizer *t);
 int pd_tokenizer_bos(const struct pd_tokenizer *t);             /* -1: none */
 int pd_tokenizer_eos(const struct pd_tokenizer *t);
 bool pd_tokenizer_is_eog(const struct pd_tokenizer *t, int id); /* eos, eot, eom: generation ends here */
+bool pd_tokenizer_is_control(const struct pd_tokenizer *t, int id);     /* steers the model, is no text: control and unknown pieces */
 bool pd_tokenizer_add_bos(const struct pd_tokenizer *t);
 int pd_tokenizer_find(const struct pd_tokenizer *t, const char *piece, size_t n);       /* id of an exact vocabulary entry, or -1 */
 const uint8_t *pd_tokenizer_digest(const struct pd_tokenizer *t);       /* SHA-256 over kind, pre, tokens, types, scores, merges, special ids, flags */
@@ -23,6 +24,7 @@ int pd_tokenize(const struct pd_tokenizer *t, const char *s, size_t n, bool bos,
  * sum to the text's. */
 struct pd_text_run { size_t n; bool parse_special; };
 int pd_tokenize_runs(const struct pd_tokenizer *t, const char *s, const struct pd_text_run *run, size_t n_runs, bool bos, struct pd_buf *ids, struct pd_err *e);
-/* Appends the bytes of one token; control tokens give nothing unless `special`. `first`: SentencePiece strips the leading space of the text's first token. */
+/* Appends the bytes of one token; control tokens give nothing unless `special`. `first`: the text's first token, or the first after a
+ * control token: SentencePiece took a space into it that the text did not have. */
 int pd_detokenize(const struct pd_tokenizer *t, int32_t id, bool special, bool first, struct pd_buf *out, struct pd_err *e);
 #endif

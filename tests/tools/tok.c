@@ -13,7 +13,8 @@ static int decode_all(const struct pd_tokenizer *t, const struct pd_buf *ids, bo
 {
     back->n = 0;
     for (size_t i = 0; i < ids->n / 4; i++) {
-        int r = pd_detokenize(t, ((const int32_t *)ids->p)[i], special, i == 0, back, e);
+        const int32_t *id = (const int32_t *)ids->p + i;
+        int r = pd_detokenize(t, *id, special, i == 0 || pd_tokenizer_is_control(t, id[-1]), back, e);
         if (r)
             return r;
     }
