@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#include "../base/fault.h"
 #include "../base/log.h"
 #include "../model/dtype.h"
 #include "pool.h"
@@ -20,8 +21,8 @@ struct slab {
 struct pd_pool {
     struct pd_pool_geom g;
     size_t layer_bytes, slab_bytes;
-    uint32_t slab_blocks, max_slabs, n_slabs, first_free /* no slab before it has a free block */;
-    uint32_t n_free;
+    uint32_t slab_blocks, max_blocks, max_slabs, n_slabs, first_free /* no slab before it has a free block */;
+    uint32_t n_free, total;     /* of the slabs made */
     int64_t max_bytes;
     struct slab *slab;          /* [max_slabs] */
 };
@@ -50,14 +51,16 @@ int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool 
     if (max_bytes < 1 || (size_t)max_bytes < block_bytes)
         return pd_fail(e, PD_ENOMEM, "KV pool of %lld bytes holds no block of %zu bytes (give --kv-mem at least that)", (long long)max_bytes, block_bytes);
 
-    /* Slabs of one size, so that one offset (layer, k or v) serves every block; the size is chosen so that the last slab is not mostly beyond the limit. */
+    /* Slabs of one size, so that one offset (layer, k or v) serves every block. They share the blocks evenly: the last slab has fewer than n_slabs blocks that
+     * are never given, under 1/64 of the memory because large blocks get a slab each. */
     size_t max_blocks = (size_t)max_bytes / block_bytes, per_slab = SLAB_BYTES / block_bytes;
-    if (per_slab < 1)
+    if (per_slab < 64)
         per_slab = 1;
-    if (max_blocks > UINT32_MAX - 1)
-        max_blocks = UINT32_MAX - 1;
+    if (max_blocks > UINT32_MAX / 2)
+        max_blocks = UINT32_MAX / 2;
     size_t n_slabs = (max_blocks + per_slab - 1) / per_slab;
-    per_slab = max_blocks / n_slabs;
+    per_slab = (max_blocks + n_slabs - 1) / n_slabs;
+    n_slabs = (max_blocks + per_slab - 1) / per_slab;
 
     struct pd_pool *p = pd_calloc(1, sizeof *p, "KV pool", e);
     if (!p)
@@ -67,6 +70,7 @@ int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool 
     p->slab_blocks = (uint32_t)per_slab;
     p->slab_bytes = per_slab * block_bytes;
     p->max_slabs = (uint32_t)n_slabs;
+    p->max_blocks = (uint32_t)max_blocks;
     p->max_bytes = max_bytes;
     p->slab = pd_calloc(n_slabs, sizeof *p->slab, "KV pool slabs", e);
     if (!p->slab) {
@@ -122,16 +126,18 @@ static int slab_add(struct pd_pool *p, struct pd_err *e)
         rc = pd_fail_sys(e, "KV pool: seal a slab");
         goto bad;
     }
-    void *m = mmap(NULL, p->slab_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, s->fd, 0);
+    void *m = pd_fault("mmap") ? (errno = ENOMEM, MAP_FAILED) : mmap(NULL, p->slab_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, s->fd, 0);
     if (m == MAP_FAILED) {
         rc = pd_fail_sys(e, "KV pool: map slab %u of %zu bytes", p->n_slabs + 1, p->slab_bytes);
         goto bad;
     }
     s->map = m;
-    for (uint32_t i = 0; i < n; i++)
+    uint32_t give = p->max_blocks - p->n_slabs * n < n ? p->max_blocks - p->n_slabs * n : n;
+    for (uint32_t i = 0; i < give; i++)
         s->free_bits[i / 64] |= (uint64_t)1 << (i % 64);
-    s->n_free = n;
-    p->n_free += n;
+    s->n_free = give;
+    p->n_free += give;
+    p->total += give;
     if (p->first_free > p->n_slabs)
         p->first_free = p->n_slabs;
     p->n_slabs++;
@@ -177,10 +183,10 @@ static uint32_t take_one(struct pd_pool *p, bool zero)
 
 static int take(struct pd_pool *p, uint32_t n, uint32_t *out, bool zero, struct pd_err *e)
 {
-    uint64_t max = (uint64_t)p->max_slabs * p->slab_blocks, unmade = (uint64_t)(p->max_slabs - p->n_slabs) * p->slab_blocks;
-    if (n > p->n_free + unmade)
-        return pd_fail(e, PD_ENOMEM, "KV pool: %u blocks of %d tokens wanted, %llu free of %llu (%lld bytes; raise --kv-mem or send fewer at once)",
-                       n, p->g.block_size, (unsigned long long)(p->n_free + unmade), (unsigned long long)max, (long long)p->max_bytes);
+    uint32_t gettable = p->n_free + (p->max_blocks - p->total);
+    if (n > gettable)
+        return pd_fail(e, PD_ENOMEM, "KV pool: %u blocks of %d tokens wanted, %u free of %u (%lld bytes; raise --kv-mem or send fewer at once)",
+                       n, p->g.block_size, gettable, p->max_blocks, (long long)p->max_bytes);
     while (p->n_free < n) {
         int rc = slab_add(p, e);
         if (rc)
@@ -228,8 +234,8 @@ struct pd_pool_stats pd_pool_stats(const struct pd_pool *p)
 {
     struct pd_pool_stats s;
     memset(&s, 0, sizeof s);
-    s.total = p->n_slabs * p->slab_blocks;
-    s.max = p->max_slabs * p->slab_blocks;
+    s.total = p->total;
+    s.max = p->max_blocks;
     s.free = p->n_free;
     s.used = s.total - s.free;
     s.slab_bytes = (uint64_t)p->n_slabs * p->slab_bytes;

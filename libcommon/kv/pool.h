@@ -1,7 +1,7 @@
-/* The block pool: KV memory of this process. Block = block_size tokens of all layers. Memory is slabs of at most 64 MiB, all of one size (or of one block,
- * where a block is larger), each a memfd sealed against shrinking and growing and prefaulted, added as needed up to the pool's size. Lowest free blocks are
- * given first, so that a run's blocks tend to be neighbours and low slabs fill before new ones are made. Within a slab, per layer all K then all V of its blocks, each [kv_heads, block_size, head_dim],
- * so contiguous blocks are contiguous per layer, and one offset (layer, k or v) serves every block of every slab.
+/* The block pool: KV memory of this process. Block = block_size tokens of all layers. Memory is slabs of at most 64 MiB, all of one size (one block, where
+ * a block is over 1 MiB), each a memfd sealed against shrinking and growing and prefaulted, added as needed up to the pool's size. Lowest free blocks are
+ * given first, so that a run's blocks tend to be neighbours and low slabs fill before new ones are made. Within a slab, per layer all K then all V of its
+ * blocks, each [kv_heads, block_size, head_dim], so neighbours are contiguous per layer, and one offset (layer, k or v) serves every block of every slab.
  * Invariant: free + used == total (of the slabs made). Owned by one thread, except that block memory may be read by others while the block is held. */
 #ifndef PD_KV_POOL_H
 #define PD_KV_POOL_H
