@@ -1,6 +1,7 @@
 #include <inttypes.h>
 #include <msgpack.h>
 #include <stdio.h>
+#include "../wire/record.h"
 #include "../wire/frame.h"
 #include "fingerprint.h"
 
@@ -146,6 +147,16 @@ out:
     if (rc)
         pd_fp_free(fp);
     return rc;
+}
+
+int pd_fp_must_seed(struct pd_bin map, uint64_t *seed, struct pd_err *e)
+{
+    struct pd_bin v;
+    size_t key = 1 + strlen(advisory[0]), head = map.n && (map.p[0] & 0xf0) == 0x80 ? 1 : map.n && map.p[0] == 0xde ? 3 : 0;
+    if (!map.p || !head || pd_map_find(map.p, map.n, advisory[0], &v) != 1 || v.p < map.p + head + key || v.p[-(ptrdiff_t)key] != (uint8_t)(0xa0 | (key - 1)))
+        return pd_fail(e, PD_ECORRUPT, "fingerprint has no field '%s' where it belongs", advisory[0]);
+    *seed = pd_xxh3(map.p + head, (size_t)(v.p - map.p) - head - key, 0);
+    return 0;
 }
 
 void pd_fp_free(struct pd_fp *fp)

@@ -7,6 +7,8 @@ struct pd_fp { uint8_t sha[PD_SHA_LEN]; struct pd_buf map; uint64_t must_seed; /
 struct pd_fp_params { enum pd_dtype kv_dtype; int block_size; const char *numerics; const char *software; };
 int pd_fp_make(const struct pd_model *m, const struct pd_fp_params *p, struct pd_fp *fp, struct pd_err *e);
 void pd_fp_free(struct pd_fp *fp);
+/* must_seed of a map that came with a descriptor. PD_ECORRUPT when its fields are not in the canonical order (must first, then numerics). */
+int pd_fp_must_seed(struct pd_bin map, uint64_t *seed, struct pd_err *e);
 enum pd_fp_verdict { PD_FP_SAME, PD_FP_ADVISORY, PD_FP_DIFFERS };
 /* Compares two maps field by field. DIFFERS: a `must` (or convertible) field differs, is missing on one side, or is malformed: *e says "rope_theta differs (prefill 10000, decode 500000)".
  * ADVISORY: only advisory fields differ (numerics class, software): *e names them the same way. */
