@@ -9,6 +9,7 @@
 #include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
+#include "../wire/frame.h"
 #include "../wire/json.h"
 #include "../wire/stream.h"
 #include "dump.h"

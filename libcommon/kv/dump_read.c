@@ -141,7 +141,7 @@ int pd_dump_read(const char *path, const char *run, struct pd_dump_r **out, int 
 }
 
 /* Waits for the child, but not for ever: one that was left blocked on a pipe nobody reads is ended. */
-static int reap(pid_t pid, int *status)
+static int reap(pid_t pid, int *status, bool *killed)
 {
     int pfd = (int)syscall(SYS_pidfd_open, pid, 0);
     if (pfd >= 0) {
@@ -150,7 +150,8 @@ static int reap(pid_t pid, int *status)
         do
             n = poll(&p, 1, END_WAIT_MS);
         while (n < 0 && errno == EINTR);
-        if (n == 0)
+        *killed = n == 0;
+        if (*killed)
             kill(pid, SIGKILL);
         close(pfd);
     }
@@ -160,7 +161,7 @@ static int reap(pid_t pid, int *status)
     return 0;
 }
 
-static int verdict(struct pd_dump_r *r, int status, struct pd_err *e)
+static int verdict(struct pd_dump_r *r, int status, bool killed, struct pd_err *e)
 {
     char msg[600];
     ssize_t n = read(r->err_fd, msg, sizeof msg - 1);
@@ -172,7 +173,7 @@ static int verdict(struct pd_dump_r *r, int status, struct pd_err *e)
     }
     if (WIFSIGNALED(status)) {
         int s = WTERMSIG(status);
-        if (s == SIGPIPE || s == SIGKILL)
+        if (s == SIGPIPE || killed)
             return pd_fail(e, PD_ECANCEL, "%s: reading was broken off", r->path);
         return pd_fail(e, PD_ECORRUPT, "%s: corrupt: libhdf5 %s on it", r->path, s == SIGALRM || s == SIGXCPU ? "hangs" : strsignal(s));
     }
@@ -182,9 +183,10 @@ static int verdict(struct pd_dump_r *r, int status, struct pd_err *e)
 int pd_dump_read_end(struct pd_dump_r *r, struct pd_err *e)
 {
     int status = 0, rc;
+    bool killed = false;
     if (!r)
         return 0;
-    rc = reap(r->pid, &status) ? pd_fail(e, PD_EFAIL, "%s: the reader is gone (somebody else waited for it)", r->path) : verdict(r, status, e);
+    rc = reap(r->pid, &status, &killed) ? pd_fail(e, PD_EFAIL, "%s: the reader is gone (somebody else waited for it)", r->path) : verdict(r, status, killed, e);
     close(r->err_fd);
     pd_free(r->path);
     pd_free(r);

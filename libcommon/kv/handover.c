@@ -409,11 +409,20 @@ int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd
     return rc;
 }
 
-uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks)
+const struct pd_plan *pd_import_plan(const struct pd_import *im) { return &im->plan; }
+bool pd_import_has(const struct pd_import *im, uint32_t index) { return index < im->plan.n_chunks && im->seen[index / 64] >> (index % 64) & 1; }
+
+uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks) { return im->finished ? pd_import_take_part(im, n_blocks) : NULL; }
+
+uint32_t *pd_import_take_part(struct pd_import *im, uint32_t *n_blocks)
 {
     uint32_t *b = im->blocks;
-    if (!im->finished)
-        return NULL;
+    struct iovec *iov = im->iov;
+    for (uint32_t c = 0; c < im->plan.n_chunks; c++) {          /* what did not come must not show what the blocks held before */
+        int n = pd_import_has(im, c) ? 0 : pieces(im->pool, b, place_of(&im->plan, c), iov);
+        for (int i = 0; i < n; i++)
+            memset(iov[i].iov_base, 0, iov[i].iov_len);
+    }
     *n_blocks = im->n_taken;
     im->blocks = NULL;
     im->n_taken = 0;

@@ -28,6 +28,10 @@ int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_
 int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_err *e);
 int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e);
 uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks);             /* ownership of the block table (pd_free) and of one reference each; NULL unless finish said 0 */
+/* For salvage: the block table although chunks are missing (their memory is zero), and whether a chunk came and was verified. */
+uint32_t *pd_import_take_part(struct pd_import *im, uint32_t *n_blocks);
+bool pd_import_has(const struct pd_import *im, uint32_t index);
+const struct pd_plan *pd_import_plan(const struct pd_import *im);
 uint64_t pd_import_bytes(const struct pd_import *im);
 int64_t pd_import_us(const struct pd_import *im);                               /* time spent verifying and copying */
 void pd_import_free(struct pd_import *im);
