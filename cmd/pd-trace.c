@@ -1,0 +1,152 @@
+/* pd-trace: shows records (cat) and KV dumps (kv). */
+#include <fcntl.h>
+#include <unistd.h>
+#include "../libcommon/base/cli.h"
+#include "../libcommon/base/log.h"
+#include "../libcommon/kv/inspect.h"
+#include "../libcommon/trace/show.h"
+#include "../libcommon/wire/endpoint.h"
+
+static char *run_id, *tokens, *layers;
+static struct poptOption options[] = {
+    { "run", '\0', POPT_ARG_STRING, &run_id, 0, "kv: only this run of the file", "RUN" },
+    { "tokens", '\0', POPT_ARG_STRING, &tokens, 0, "kv slice: tokens FROM to TO-1 (either may be left out)", "FROM:TO" },
+    { "layers", '\0', POPT_ARG_STRING, &layers, 0, "kv slice: layers FROM to TO-1", "FROM:TO" },
+    PD_CLI_COMMON
+};
+
+static const char *const none[] = { "-", NULL };
+
+static int cat_one(const char *path, int64_t connect_us, size_t max, struct pd_wstream *w, uint64_t *bad, struct pd_err *e)
+{
+    struct pd_endpoint in = { .fd = -1 };
+    struct pd_dump_r *dump = NULL;
+    int fd = -1, rc;
+    if (!strcmp(path, "-") || strchr(path, ':') || !pd_dump_is(path)) {
+        if ((rc = pd_endpoint_open_in(path, connect_us, &in, e)))
+            return rc;
+        rc = pd_trace_cat(in.fd, path, max, w, bad, e);
+        pd_endpoint_abort(&in);
+        return rc;
+    }
+    if ((rc = pd_dump_read(path, run_id, &dump, &fd, e)))
+        return rc;
+    rc = pd_trace_cat(fd, path, max, w, bad, e);
+    close(fd);
+    int end = pd_dump_read_end(dump, rc ? NULL : e);
+    return rc ? rc : end;
+}
+
+static int cat(const char **files, int *status, struct pd_err *e)
+{
+    struct pd_endpoint out = { .fd = -1 };
+    struct pd_wstream *w = NULL;
+    const char *to = pd_cli.out ? pd_cli.out : "-";
+    int64_t connect_us = pd_cli_connect_us(e), max = pd_cli_max_record(e);
+    uint64_t bad = 0;
+    if (connect_us < 0 || max < 0)
+        return e->code;
+    int rc = pd_endpoint_open_out(to, connect_us, &out, e);
+    if (!rc)
+        rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "msgpack") ? PD_FMT_MSGPACK : PD_FMT_JSON, false, to, &w, e);
+    for (const char **f = files[0] ? files : pd_cli.in ? (const char *[]){ pd_cli.in, NULL } : (const char **)(uintptr_t)none; !rc && *f; f++)
+        rc = cat_one(*f, connect_us, (size_t)max, w, &bad, e);
+    int closed = w ? pd_wstream_close(w, rc ? NULL : e) : 0;
+    rc = rc ? rc : closed;
+    if (rc && rc != PD_ECORRUPT)
+        pd_endpoint_abort(&out);
+    else if (pd_endpoint_commit(&out, rc ? NULL : e) && !rc)
+        rc = e->code;
+    if (bad)
+        *status = 1;
+    return rc;
+}
+
+static int range(const char *name, const char *text, int64_t *a, int64_t *b, struct pd_err *e)
+{
+    char from[24] = "";
+    const char *colon = text ? strchr(text, ':') : NULL;
+    if (!text)
+        return 0;
+    if (!colon || (size_t)(colon - text) >= sizeof from)
+        return pd_fail(e, PD_EUSAGE, "%s: '%s' is no range (example: %s 0:64)", name, text, name);
+    memcpy(from, text, (size_t)(colon - text));
+    if ((from[0] && pd_parse_int(from, 0, UINT32_MAX, a, e)) || (colon[1] && pd_parse_int(colon + 1, 1, UINT32_MAX, b, e)))
+        return pd_err_prefix(e, "%s", name);
+    return 0;
+}
+
+typedef int verb_fn(const char *path, const struct pd_kv_opts *o, struct pd_err *e);
+static const struct { const char *name; verb_fn *fn; } verbs[] = {
+    { "ls", pd_kv_ls }, { "quickcheck", pd_kv_quickcheck }, { "verify", pd_kv_verify }, { "stat", pd_kv_stat },
+};
+static const struct { const char *name, *suffix; int (*fn)(const char *path, const char *to, const struct pd_kv_opts *o, struct pd_err *e); } makers[] = {
+    { "slice", ".h5", pd_kv_slice }, { "salvage", ".h5", pd_kv_salvage }, { "png", ".png", pd_kv_png },
+};
+
+/* Each file by itself: one that is broken does not hide what the others hold. */
+static int each(verb_fn *fn, const char **files, const struct pd_kv_opts *o, int *status)
+{
+    for (; *files; files++) {
+        struct pd_err e = { 0 };
+        int rc = fn(*files, o, &e);
+        if (rc) {
+            fflush(o->out);
+            pd_error("%s", e.msg);
+            if (rc == PD_EUSAGE)
+                return rc;
+            *status = pd_exit_worse(*status, rc);
+        }
+    }
+    return 0;
+}
+
+static int kv(const char **args, int *status, struct pd_err *e)
+{
+    struct pd_kv_opts o = { .out = stdout, .json = pd_cli.format && !strcmp(pd_cli.format, "json"), .quiet = pd_cli.quiet, .verbose = pd_cli.verbose > 0,
+                            .run = run_id, .t0 = -1, .t1 = -1, .l0 = -1, .l1 = -1 };
+    const char *verb = args[0] ? args[0] : "", **files = args[0] ? args + 1 : args;
+    bool differ = false;
+    int rc = range("--tokens", tokens, &o.t0, &o.t1, e), n = 0;
+    if (rc || (rc = range("--layers", layers, &o.l0, &o.l1, e)))
+        return rc;
+    while (files[n])
+        n++;
+    for (size_t i = 0; i < sizeof verbs / sizeof *verbs; i++)
+        if (!strcmp(verb, verbs[i].name)) {
+            if (!n)
+                return pd_fail(e, PD_EUSAGE, "kv %s: no file is named (example: pd-trace kv %s run.h5)", verb, verb);
+            if ((rc = each(verbs[i].fn, files, &o, status)))
+                *status = 2;
+            return fflush(stdout) ? pd_fail_sys(e, "standard output") : 0;
+        }
+    for (size_t i = 0; i < sizeof makers / sizeof *makers; i++)
+        if (!strcmp(verb, makers[i].name)) {
+            if (n != 1 || !pd_cli.out)
+                return pd_fail(e, PD_EUSAGE, "kv %s: wants one file and -o (example: pd-trace kv %s run.h5 -o part%s)", verb, verb, makers[i].suffix);
+            return makers[i].fn(files[0], pd_cli.out, &o, e);
+        }
+    if (!strcmp(verb, "diff")) {
+        if (n != 2)
+            return pd_fail(e, PD_EUSAGE, "kv diff: wants two files (example: pd-trace kv diff a.h5 b.h5)");
+        rc = pd_kv_diff(files[0], files[1], &o, &differ, e);
+        if (differ)
+            *status = 1;
+        return rc ? rc : fflush(stdout) ? pd_fail_sys(e, "standard output") : 0;
+    }
+    return pd_fail(e, PD_EUSAGE, "kv: '%s' is no verb (ls, quickcheck, verify, stat, diff, slice, salvage, png)", verb);
+}
+
+static int work(const char **args, int *status, struct pd_err *e)
+{
+    if (args[0] && !strcmp(args[0], "cat"))
+        return cat(args + 1, status, e);
+    if (args[0] && !strcmp(args[0], "kv"))
+        return kv(args + 1, status, e);
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, kv; example: pd-trace cat stream.mp)", args[0] ? args[0] : "");
+}
+
+int main(int argc, char **argv)
+{
+    return pd_cli_main("pd-trace", options, "cat [FILE...] | kv ls|quickcheck|verify|stat|diff|slice|salvage|png FILE...", argc, argv, NULL, work);
+}

@@ -1,0 +1,33 @@
+#include "../base/log.h"
+#include "../base/stop.h"
+#include "show.h"
+
+int pd_trace_cat(int fd, const char *name, size_t max_record, struct pd_wstream *w, uint64_t *n_bad, struct pd_err *e)
+{
+    struct pd_rstream_opts o = { .max_record = max_record, .name = name };
+    struct pd_rstream *s = NULL;
+    struct pd_rec rec;
+    bool bad = false;
+    int rc = pd_rstream_new(fd, &o, &s, e);
+    while (!rc) {
+        int got = pd_rstream_next(s, 0, &rec, &bad, e);
+        if (got == 2) {                         /* nothing there: let what was read be seen before waiting */
+            if ((rc = pd_wstream_flush(w, e)))
+                break;
+            got = pd_rstream_next(s, -1, &rec, &bad, e);
+        }
+        if (got == 0)
+            break;
+        if (got == 1)
+            rc = pd_wstream_put(w, rec.p, rec.n, e);
+        else if (got == 2)
+            rc = pd_stop_level() ? pd_fail(e, PD_ECANCEL, "%s: interrupted", name) : 0;
+        else if (bad) {
+            pd_error("%s", e->msg);
+            ++*n_bad;
+        } else
+            rc = got;
+    }
+    pd_rstream_free(s);
+    return rc;
+}
