@@ -61,6 +61,8 @@ static int side_new(struct side *s, const struct pd_pool_geom *g, uint64_t bytes
         d->payload.chunk_blocks = s->plan.chunk_blocks;
         static const uint8_t nil = 0x80;        /* empty maps for what this bench does not look at */
         d->fp_fields = (struct pd_bin){ &nil, 1 };
+        if ((rc = pd_sha256(&nil, 1, d->fp_sha, e)) < 0)
+            goto out;
         d->request.n = d->request.max_tokens = 1;
         d->request.temperature = d->request.top_p = d->request.repetition_penalty = 1;
         d->request.prompt = (struct pd_str){ "-", 1 };

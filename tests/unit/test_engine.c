@@ -97,7 +97,7 @@ static void test_golden(void **state)
         if (rt.model->numerics == PD_PK_F32 || rt.model->numerics == PD_PK_F16)
             assert_true(worst <= 1e-4);
         else        /* activations are rounded to 8 bits (bf16: 8 bits of mantissa) on the way */
-            assert_true(rel <= 0.03);
+            assert_true(rel <= 0.06);
         free(got);
         free(want);
         free(tokens);
@@ -324,6 +324,8 @@ static void test_import(void **state)
                 f[c] = (struct pd_first){ .token = first.tokens[c][0], .logprob = first.lp[c][0] };
             struct pd_kvdesc desc = { .offer = true, .n_tokens = prompt_n[i], .token_ids = prompts[i] };
             struct pd_plan plan;
+            memcpy(desc.fp_sha, p.fp.sha, sizeof desc.fp_sha);
+            desc.fp_fields = (struct pd_bin){ p.fp.map.p, p.fp.map.n };
             must(pd_run_new(desc.run, &e), &e);
             must(pd_gen_new(desc.gen, &e), &e);
             pd_layout_from_pool(p.pool, &desc.layout);
