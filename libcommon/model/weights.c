@@ -279,6 +279,7 @@ void pd_model_free(struct pd_model *m)
 {
     if (!m)
         return;
+    pd_chat_free(&m->chat);
     pd_tokenizer_free(m->tok);
     pd_config_free(&m->cfg);
     pd_free(m->packed);
