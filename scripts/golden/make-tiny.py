@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the tiny Llama models of testdata/tiny, their golden logits, and the dequantisation goldens of testdata/dequant.
+"""Make the tiny Llama models of testdata/tiny, their golden logits, the dequantisation goldens of testdata/dequant, and seeds for tests/fuzz/fuzz_gguf.
 
 Run by hand, in an environment that has numpy, gguf, torch and transformers (made with torch 2.15, transformers 5.24, gguf 0.19):
     scripts/golden/make-tiny.py [ROOT of the tree]
@@ -247,10 +247,10 @@ def golden_logits(s, weights, tokens, rope):
         return model(torch.tensor([tokens])).logits[0].float().numpy()
 
 
-def make_model(name, s, qtype, seed, vocab=bpe_vocab, n_tokens=24, rope=None, mixed=None):
-    """rope: Hugging Face's rope parameters. mixed: {part of a GGUF name: type} for tensors that differ from qtype."""
+def make_model(name, s, qtype, seed, vocab=bpe_vocab, n_tokens=24, rope=None, mixed=None, folder="testdata/tiny"):
+    """rope: Hugging Face's rope parameters. mixed: {part of a GGUF name: type} for tensors that differ from qtype. n_tokens 0: no golden logits."""
     rope = rope or {"rope_type": "default"}
-    path = ROOT / "testdata/tiny" / f"{name}.gguf"
+    path = ROOT / folder / f"{name}.gguf"
     w = gguf.GGUFWriter(path, "llama")
     w.add_name(f"tiny {name}")
     w.add_description("random weights for tests, made by scripts/golden/make-tiny.py")
@@ -294,6 +294,8 @@ def make_model(name, s, qtype, seed, vocab=bpe_vocab, n_tokens=24, rope=None, mi
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
+    if not n_tokens:
+        return
     tokens = np.random.default_rng(seed + 1).integers(3, s.vocab, n_tokens)
     logits = golden_logits(s, held, tokens.tolist(), rope)
     tokens.astype("<i4").tofile(path.with_suffix(".tokens.bin"))
@@ -322,8 +324,9 @@ def make_dequant():
 
 
 def main():
-    for d in ("tiny", "dequant"):
-        (ROOT / "testdata" / d).mkdir(parents=True, exist_ok=True)
+    seeds = "tests/fuzz/corpus/gguf"
+    for d in ("testdata/tiny", "testdata/dequant", seeds):
+        (ROOT / d).mkdir(parents=True, exist_ok=True)
     make_dequant()
     base, one = Shape(), Shape(layers=1, tied=False)
     for t in (T.F32, T.F16, T.BF16, T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1):
@@ -336,6 +339,10 @@ def main():
     wide = Shape(layers=1, embd=256, heads=8, kv=2, head_dim=32, ff=256)        # K types want rows of 256
     for t in (T.Q4_K, T.Q5_K, T.Q6_K):
         make_model(f"llama-{t.name.lower()}", wide, t, 16)
+    least = Shape(layers=1, embd=32, heads=2, kv=1, ff=32, vocab=4, tied=False)
+    for t in (T.F16, T.Q4_1):
+        make_model(t.name.lower(), least, t, 18, vocab=lambda w, n: None, n_tokens=0, folder=seeds, mixed={"attn_v": T.Q8_0},
+                   rope={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64})
     make_model("llama-mixed", wide, T.Q4_K, 17, mixed={"attn_v": T.Q6_K, "ffn_down": T.Q6_K, "token_embd": T.Q8_0, "ffn_up": T.Q5_0})
 
 
