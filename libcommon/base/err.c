@@ -20,7 +20,7 @@ int pd_fail(struct pd_err *e, int code, const char *fmt, ...)
 static int code_of_errno(int sys)
 {
     switch (sys) {
-    case ENOMEM: case ENOSPC: case EDQUOT: case EMFILE: case ENFILE: return PD_ENOMEM;
+    case ENOMEM: case ENOSPC: case EDQUOT: case EFBIG: case EMFILE: case ENFILE: return PD_ENOMEM;
     case EPIPE: case ECONNRESET: return PD_ECANCEL;
     case ETIMEDOUT: return PD_ETIME;
     default: return PD_EFAIL;

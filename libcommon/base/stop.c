@@ -21,6 +21,7 @@ void pd_stop_init(void)
     sigaction(SIGINT, &sa, NULL);
     sa.sa_handler = SIG_IGN;
     sigaction(SIGPIPE, &sa, NULL);
+    sigaction(SIGXFSZ, &sa, NULL);      /* EFBIG, likewise */
 }
 
 int pd_stop_level(void) { return level; }
