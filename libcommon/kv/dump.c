@@ -9,15 +9,24 @@
 #include "../wire/json.h"
 #include "dump.h"
 #include "dump_format.h"
+#include "h5fd.h"
 #include "h5zstd.h"
 
 /* Written into an unnamed file (O_TMPFILE), or a named temporary one where the file system has none of these: whatever ends the process, no half-written
  * file keeps the name. Chunks are written block by block, all layers of each, so that what precedes a cut is a prefix of the tokens. */
 struct pd_dump_w {
     char *path, *dir, *tmp;     /* tmp: a name to remove, or NULL */
-    int fd;
+    int fd, sys;                /* sys: errno of the first write that failed; the file is worth nothing then */
     hid_t file, runs;
 };
+
+static int h5_fail(const struct pd_dump_w *w, struct pd_err *e)
+{
+    if (!w->sys)
+        return pd_h5_fail(e, PD_EFAIL, w->path);
+    errno = w->sys;
+    return pd_fail_sys(e, "%s", w->path);
+}
 
 static int open_temp(struct pd_dump_w *w, struct pd_err *e)
 {
@@ -95,24 +104,23 @@ int pd_dump_create(const char *path, struct pd_dump_w **out, struct pd_err *e)
     if ((rc = open_temp(w, e)))
         goto bad;
 
-    H5Eset_auto2(H5E_DEFAULT, NULL, NULL);
+    pd_h5_begin();
     hid_t fapl = H5Pcreate(H5P_FILE_ACCESS), gcpl = H5Pcreate(H5P_GROUP_CREATE);
-    char name[64], when[32];
+    char when[32];
     time_t now = time(NULL);
     struct tm tm;
     unsigned version = PD_DUMP_VERSION;
-    snprintf(name, sizeof name, "/proc/self/fd/%d", w->fd);
     strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &tm));
-    bool ok = H5Zregister(&pd_h5z_class) >= 0 && H5Pset_libver_bounds(fapl, H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0 &&
+    bool ok = H5Zregister(&pd_h5z_class) >= 0 && pd_h5fd_set(fapl, w->fd, &w->sys) && H5Pset_libver_bounds(fapl, H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0 &&
               H5Pset_meta_block_size(fapl, 1 << 20) >= 0 && H5Pset_fclose_degree(fapl, H5F_CLOSE_STRONG) >= 0 &&
               H5Pset_link_creation_order(gcpl, H5P_CRT_ORDER_TRACKED | H5P_CRT_ORDER_INDEXED) >= 0 &&
-              (w->file = H5Fcreate(name, H5F_ACC_TRUNC, H5P_DEFAULT, fapl)) >= 0 && put_text(w->file, "format", PD_DUMP_FORMAT, strlen(PD_DUMP_FORMAT)) &&
+              (w->file = H5Fcreate(path, H5F_ACC_TRUNC, H5P_DEFAULT, fapl)) >= 0 && put_text(w->file, "format", PD_DUMP_FORMAT, strlen(PD_DUMP_FORMAT)) &&
               put_attr(w->file, "version", H5T_NATIVE_UINT, &version) && put_text(w->file, "created", when, strlen(when)) &&
               (w->runs = H5Gcreate2(w->file, "runs", H5P_DEFAULT, gcpl, H5P_DEFAULT)) >= 0;
     H5Pclose(fapl);
     H5Pclose(gcpl);
     if (!ok) {
-        rc = pd_h5_fail(e, PD_EFAIL, path);
+        rc = h5_fail(w, e);
         goto bad;
     }
     *out = w;
@@ -200,12 +208,8 @@ static int write_block(const struct pd_dump_w *w, const struct pd_kvdesc *d, con
         int rc = pd_h5z_encode(k->rows, k->bytes, k->el, k->tmp, k->packed, &len, e);
         if (rc)
             return rc;
-        if (pd_fault("write")) {
-            errno = ENOSPC;
-            return pd_fail_sys(e, "%s", w->path);
-        }
         if (H5Dwrite_chunk(s->set[v], H5P_DEFAULT, 0, at, len, k->packed) < 0)
-            return pd_h5_fail(e, PD_EFAIL, w->path);
+            return h5_fail(w, e);
     }
     return 0;
 }
@@ -213,14 +217,14 @@ static int write_block(const struct pd_dump_w *w, const struct pd_kvdesc *d, con
 static int open_sheets(const struct pd_dump_w *w, hid_t run, const struct pd_kvdesc *d, uint32_t n_blocks, struct sheet *sheet, struct pd_err *e)
 {
     hid_t layers = H5Gcreate2(run, "layers", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT), type = pd_dump_type(d->layout.dtype);
-    int rc = layers < 0 || type < 0 ? pd_h5_fail(e, PD_EFAIL, w->path) : 0;
+    int rc = layers < 0 || type < 0 ? h5_fail(w, e) : 0;
     for (uint32_t i = 0; !rc && i < d->layout.layers; i++) {
         char name[16];
         snprintf(name, sizeof name, "%03u", i);
         struct sheet *s = &sheet[i];
         if ((s->group = H5Gcreate2(layers, name, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT)) < 0 || (s->set[0] = make_kv_set(s->group, "k", d, n_blocks, type)) < 0 ||
             (s->set[1] = make_kv_set(s->group, "v", d, n_blocks, type)) < 0)
-            rc = pd_h5_fail(e, PD_EFAIL, w->path);
+            rc = h5_fail(w, e);
         else if (!(s->sum[0] = pd_calloc(n_blocks, 8, "chunk checksums", e)) || !(s->sum[1] = pd_calloc(n_blocks, 8, "chunk checksums", e)))
             rc = PD_ENOMEM;
     }
@@ -247,7 +251,7 @@ static int close_sheets(const struct pd_dump_w *w, uint32_t layers, uint32_t n_b
         if (s->group >= 0)
             ok &= H5Gclose(s->group) >= 0;
     }
-    return !write || ok ? 0 : pd_h5_fail(e, PD_EFAIL, w->path);
+    return !write || ok ? 0 : h5_fail(w, e);
 }
 
 static int write_run(const struct pd_dump_w *w, hid_t run, const struct pd_kvdesc *d, const struct pd_plan *plan, const struct pd_pool *p, const uint32_t *blocks,
@@ -284,6 +288,7 @@ int pd_dump_add(struct pd_dump_w *w, const struct pd_kvdesc *d, const struct pd_
     struct pd_buf json = { 0 }, fp = { 0 };
     hid_t run = -1;
     int rc = pd_layout_check(&d->layout, e);
+    pd_h5_begin();
     pd_layout_from_pool(p, &mine);
     if (!rc && mine.layout_hash != d->layout.layout_hash)
         rc = pd_fail(e, PD_EFAIL, "run %s: its layout is not that of the pool", d->run);
@@ -292,20 +297,22 @@ int pd_dump_add(struct pd_dump_w *w, const struct pd_kvdesc *d, const struct pd_
         goto out;
     hsize_t n = d->n_tokens, nh[2] = { n_hashes, 16 }, nl = n_logits;
     if ((run = H5Gcreate2(w->runs, d->run, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT)) < 0) {
-        rc = H5Lexists(w->runs, d->run, H5P_DEFAULT) > 0 ? pd_fail(e, PD_EFAIL, "%s: run %s is in the file already", w->path, d->run) : pd_h5_fail(e, PD_EFAIL, w->path);
+        rc = H5Lexists(w->runs, d->run, H5P_DEFAULT) > 0 ? pd_fail(e, PD_EFAIL, "%s: run %s is in the file already", w->path, d->run) : h5_fail(w, e);
         goto out;
     }
     if (!put_attrs(run, d, &fp, &json) || !put_small(run, "tokens", H5T_STD_I32LE, 1, &n, d->token_ids) ||
         (hashes && !put_small(run, "block_hashes", H5T_STD_U8LE, 2, nh, hashes))) {
-        rc = pd_h5_fail(e, PD_EFAIL, w->path);
+        rc = h5_fail(w, e);
         goto out;
     }
     rc = write_run(w, run, d, &plan, p, blocks, e);
     if (!rc && logits && !put_small(run, "logits_last", H5T_IEEE_F32LE, 1, &nl, logits))
-        rc = pd_h5_fail(e, PD_EFAIL, w->path);
+        rc = h5_fail(w, e);
 out:
     if (run >= 0)
         H5Gclose(run);
+    if (!rc && w->sys)
+        rc = h5_fail(w, e);
     pd_buf_free(&json);
     pd_buf_free(&fp);
     return rc;
@@ -337,8 +344,9 @@ static int name_it(struct pd_dump_w *w, struct pd_err *e)
 int pd_dump_commit(struct pd_dump_w *w, struct pd_err *e)
 {
     int rc = 0;
-    if (H5Gclose(w->runs) < 0 || H5Fclose(w->file) < 0)
-        rc = pd_h5_fail(e, PD_EFAIL, w->path);
+    pd_h5_begin();
+    if (H5Gclose(w->runs) < 0 || H5Fclose(w->file) < 0 || w->sys)
+        rc = h5_fail(w, e);
     w->runs = w->file = -1;
     if (!rc && (pd_fault("fsync") || fsync(w->fd)))
         rc = pd_fail_sys(e, "%s: fsync", w->path);
@@ -367,7 +375,6 @@ void pd_dump_abort(struct pd_dump_w *w)
         H5Gclose(w->runs);
     if (w->file >= 0)
         H5Fclose(w->file);
-    H5Eclear2(H5E_DEFAULT);
     if (w->tmp)
         unlink(w->tmp);
     if (w->fd >= 0)

@@ -15,6 +15,7 @@
 #include "dump.h"
 #include "dump_format.h"
 #include "fingerprint.h"
+#include "h5fd.h"
 #include "h5zstd.h"
 #include "prefix.h"
 
@@ -421,7 +422,7 @@ static int read_file(struct child *c, const char *only)
     hid_t file = -1, runs = -1, fapl = H5Pcreate(H5P_FILE_ACCESS);
     int rc = 0;
     H5Pset_fclose_degree(fapl, H5F_CLOSE_STRONG);
-    if ((file = H5Fopen("/proc/self/fd/3", H5F_ACC_RDONLY, fapl)) < 0)
+    if (!pd_h5fd_set(fapl, 3, NULL) || (file = H5Fopen(c->path, H5F_ACC_RDONLY, fapl)) < 0)
         return bad(c, NULL, "cannot be opened as HDF5");
     if ((rc = expect_text(c, NULL, file, "format", PD_DUMP_FORMAT, strlen(PD_DUMP_FORMAT))) || (rc = expect_int(c, NULL, file, "version", PD_DUMP_VERSION)))
         return rc;

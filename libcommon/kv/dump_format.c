@@ -1,7 +1,5 @@
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include "dump.h"
@@ -52,29 +50,34 @@ uint64_t pd_dump_seed(const struct pd_kvdesc *d, uint32_t layer, int v, uint32_t
     return pd_chunk_seed(d->gen, d->layout.layout_hash, layer | (uint32_t)(v != 0) << 31, block);
 }
 
-struct inner { char desc[200]; int sys; bool found; };
+/* libhdf5 forgets an error as soon as its next function is called, also one that only cleans up: the first one is noted when it happens. */
+static __thread struct inner { char desc[200]; bool found; } noted;
 
 static herr_t look(unsigned n, const H5E_error2_t *err, void *data)
 {
-    struct inner *in = data;
-    const char *at = err->desc ? strstr(err->desc, "errno = ") : NULL;
-    if (!in->found && err->desc)
-        snprintf(in->desc, sizeof in->desc, "%s", err->desc);
-    in->found = true;
-    if (at && !in->sys)
-        in->sys = atoi(at + 8);
+    if (!noted.found && err->desc)
+        snprintf(noted.desc, sizeof noted.desc, "%s", err->desc);
+    noted.found = true;
     return 0;
+}
+
+static herr_t note(hid_t stack, void *data)
+{
+    if (!noted.found)
+        H5Ewalk2(stack, H5E_WALK_UPWARD, look, NULL);
+    return 0;
+}
+
+void pd_h5_begin(void)
+{
+    memset(&noted, 0, sizeof noted);
+    H5Eset_auto2(H5E_DEFAULT, note, NULL);
 }
 
 int pd_h5_fail(struct pd_err *e, int code, const char *what)
 {
-    struct inner in = { .found = false };
-    H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, look, &in);
-    H5Eclear2(H5E_DEFAULT);
-    if (in.sys) {
-        errno = in.sys;
-        return pd_fail_sys(e, "%s", what);
-    }
+    struct inner in = noted;
+    memset(&noted, 0, sizeof noted);
     return pd_fail(e, code, "%s: %s", what, in.found ? in.desc : "libhdf5 failed");
 }
 

@@ -18,7 +18,8 @@ void pd_dump_block_of_rows(const struct pd_kv_layout *l, size_t el, const uint8_
 /* XXH3-64 of a chunk is over all its bytes before the filters, the unused tail of the last one zero, seeded as a chunk on the wire is, with the top
  * bit of the layer set for V: right bytes in a wrong place, or K for V, fail. */
 uint64_t pd_dump_seed(const struct pd_kvdesc *d, uint32_t layer, int v, uint32_t block);
-/* *e from the innermost entry of libhdf5's error stack; a full disk is PD_ENOMEM. Returns e's code. */
+/* Before a sequence of libhdf5 calls; then *e from the innermost entry of the first error since. Returns e's code. */
+void pd_h5_begin(void);
 int pd_h5_fail(struct pd_err *e, int code, const char *what);
 
 /* The superblock, by our own parse: versions 2 and 3 with 8-byte offsets, base 0, no extension, closed. PD_ECORRUPT otherwise. `eof` is the length

@@ -52,7 +52,7 @@ static int spawn(struct pd_dump_r *r, int file, int out, int err, char *const ar
     posix_spawnattr_t at;
     sigset_t none, dfl;
     char asan[256] = "ASAN_OPTIONS=detect_leaks=0";
-    char *const env[] = { "HDF5_USE_FILE_LOCKING=FALSE", "HDF5_PLUGIN_PRELOAD=::", asan, NULL };
+    char *const env[] = { "HDF5_PLUGIN_PRELOAD=::", asan, NULL };
     posix_spawn_file_actions_init(&fa);
     posix_spawnattr_init(&at);
     sigemptyset(&none);

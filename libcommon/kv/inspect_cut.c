@@ -119,7 +119,7 @@ out:
     return rc;
 }
 
-struct cutting { const char *path; const struct pd_kv_opts *o; struct pd_dump_w *w; uint32_t saved, faults, said; };
+struct cutting { const char *path; const struct pd_kv_opts *o; struct pd_dump_w *w; uint32_t saved, faults; char first[300]; };
 
 static int slice_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
 {
@@ -149,18 +149,13 @@ int pd_kv_slice(const char *path, const char *to, const struct pd_kv_opts *o, st
     return pd_dump_commit(k.w, e);
 }
 
-static void lost(struct cutting *k, const char *text)
-{
-    if (k->said++ < 8 || k->o->verbose)
-        pd_warn("%s: lost: %s", k->path, text);
-    else if (k->said == 9)
-        pd_warn("%s: lost: more (-v shows all)", k->path);
-}
-
+/* One line a run says what is lost; -v names each piece. */
 static void on_fault(void *ctx, const char *message)
 {
-    ((struct cutting *)ctx)->faults++;
-    lost(ctx, message);
+    struct cutting *k = ctx;
+    if (!k->faults++)
+        snprintf(k->first, sizeof k->first, "%s", message);
+    pd_info("%s: lost: %s", k->path, message);
 }
 
 /* The longest prefix of blocks of which every layer verified: what a decoder can go on from. */
@@ -168,7 +163,6 @@ static int salvage_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
 {
     struct cutting *k = ctx;
     uint32_t layers = r->d.layout.layers, b = 0, n = r->d.n_tokens;
-    char text[128];
     for (; b < r->n_blocks; b++) {
         uint32_t l = 0;
         while (l < layers && r->seen[(size_t)b * layers + l])
@@ -177,12 +171,11 @@ static int salvage_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
             break;
     }
     uint32_t keep = b == r->n_blocks ? n : b * r->d.layout.block_size;
-    if (keep < n) {
-        snprintf(text, sizeof text, "run %s: tokens %u to %u of %u", r->d.run, keep, n - 1, n);
-        pd_warn("%s: lost: %s", k->path, text);
-    }
+    if (keep < n)
+        pd_warn("%s: run %s: lost: tokens %u to %u of %u (%s)", k->path, r->d.run, keep, n - 1, n, k->faults ? k->first : "reading broke off");
     if (!k->o->quiet)
         fprintf(k->o->out, "%s: run %s: %u of %u tokens saved\n", k->path, r->d.run, keep, n);
+    k->faults = 0;
     if (!keep)
         return 0;
     k->saved++;
@@ -241,10 +234,10 @@ int pd_kv_salvage(const char *path, const char *to, const struct pd_kv_opts *o, 
         if (e)
             *e = read;
     } else if (!k.saved) {
-        rc = pd_fail(e, PD_ECORRUPT, "%s: nothing can be saved%s%.300s", path, rc ? ": " : "", rc ? read.msg : "");
+        rc = pd_fail(e, PD_ECORRUPT, "%s: nothing can be saved%s%.300s", path, rc || k.faults ? ": " : "", rc ? read.msg : k.faults ? k.first : "");
     } else {
         if (rc)
-            lost(&k, read.msg);
+            pd_warn("%s", read.msg);
         rc = pd_dump_commit(k.w, e);
         k.w = NULL;
     }
