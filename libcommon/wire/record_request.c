@@ -284,8 +284,11 @@ static int check(const struct pd_request *r, bool inside, struct pd_unpack *u)
 int pd_request_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_request *r, struct pd_err *e)
 {
     struct pd_unpack u = { a, e, PD_EFAIL };
+    struct pd_bin v;
     *r = (struct pd_request){ 0 };
     int rc = pd_record_open("request", rec, n, true, &u);
+    if (!rc && pd_map_find(rec, n, "sum", &v) == 1)     /* an offer has token_ids too, and is told from a request by `pd` alone */
+        rc = pd_fail(e, PD_ECORRUPT, "request: it has a sum, as only offer and kv do; the record was changed on its way");
     rc = rc ? rc : pd_fields_decode(&table, (struct pd_bin){ rec, n }, r, &u);
     return rc ? rc : check(r, false, &u);
 }
