@@ -73,14 +73,15 @@ bool pd_iter_pair(struct pd_iter *it, struct pd_str *key, struct pd_bin *v)
     return true;
 }
 
-/* One value without children, read by msgpack-c; nothing is allocated for these. */
+/* One value without children, read by msgpack-c. Nothing is allocated for these, but without a zone at hand the library would make (and leave) one. */
 static bool unpack(struct pd_bin v, msgpack_object *o)
 {
     struct pd_head h;
     size_t off = 0;
+    msgpack_zone unused = { .chunk_size = 0 };
     if (!pd_head_read(v.p, v.n, &h) || h.count || h.type == PD_T_BAD || h.type == PD_T_ARRAY || h.type == PD_T_MAP || h.len > v.n - h.hdr)
         return false;
-    msgpack_unpack_return rc = msgpack_unpack((const char *)v.p, v.n, &off, NULL, o);
+    msgpack_unpack_return rc = msgpack_unpack((const char *)v.p, v.n, &off, &unused, o);
     return rc == MSGPACK_UNPACK_SUCCESS || rc == MSGPACK_UNPACK_EXTRA_BYTES;
 }
 
