@@ -117,7 +117,7 @@ class Score:
     def summary(self):
         k = np.concatenate(self.kls)
         return {"positions": len(k), "kl_mean": float(k.mean()), "kl_p99": float(np.quantile(k, 0.99)), "kl_max": float(k.max()),
-                "same_top": self.same / len(k)}
+                "same_top": self.same / len(k), "kl_by_window": [float(w.mean()) for w in self.kls]}
 
 
 def transformers_model(config, tensors):
