@@ -10,7 +10,7 @@ faulty() {
     out=$("$root/scripts/check-layout" "$1" 2>&1); got=$?
     case $got/$out in 1/*"$2"*) ok "$3" ;; *) not_ok "$3" "exit $got: $out" ;; esac
 }
-echo 1..17
+echo 1..18
 
 clean top "only known names at the top"
 clean floors "no include runs upwards"
@@ -56,6 +56,10 @@ head -c 1048577 /dev/zero | put scripts/big
 faulty sizes scripts/big "a large file is seen"
 printf '#!/bin/sh\nif true; then\n' | put scripts/broken; chmod +x scripts/broken
 faulty scripts scripts/broken "a script that does not parse is seen"
+git rm -qf scripts/broken
+printf '#!/usr/bin/env python3\nif True\n' | put scripts/snake; chmod +x scripts/snake
+faulty scripts scripts/snake "a Python script that does not parse is seen"
+git rm -qf scripts/snake
 printf '#!/bin/sh\n' | put scripts/plain
 faulty scripts scripts/plain "a script that cannot be run is seen"
 printf '.Dd January 1, 2026\n.Dt X 1\n.Os\n.Sh NAME\n.Nm x\n.Nd y\n.Bogus\n' | put man/x.1
