@@ -38,7 +38,8 @@ struct pd_pmat {
 /* One row of prepared activations, at `row + i * act_stride(kind, n_in_pad)`:
  *   PD_PK_F32, PD_PK_F16: n_in_pad floats
  *   PD_PK_BF16: n_in_pad bf16
- *   PD_PK_U8, PD_PK_U4: int8 q[n_in_pad]; then float scale[n_in_pad/32]; then int32 isum[n_in_pad/16] (sums of q over each 16). x ~ scale * q, scale = max|x| / 127. */
+ *   PD_PK_U8, PD_PK_U4: a record of 48 bytes for each 32 k: int8 q[32], float scale (max|x| / 127), int16 isum[2] (sums of q over each 16), float scale * sum, 4 spare.
+ *   x ~ scale * q. */
 
 struct pd_attn {                /* attention of one sequence, one layer, one KV head; GQA group of query heads together */
     const uint8_t *const *blk;  /* [n_blocks] base pointer of each block of the sequence */

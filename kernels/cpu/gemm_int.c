@@ -1,0 +1,230 @@
+/* Products with integer-dot weights (PD_PK_U8, PD_PK_U4), and the activations that they take.
+ *
+ * One output: acc = 0; for each sub-block of k in order: i = sum u*q - off*sum q (exact), acc = fma((float)i, xscale*wscale, acc), and with
+ * mins acc = fma(min, xscale * (float)sum q, acc). Outputs sit in lanes, so neither the number of rows nor the tile matters.
+ * A tile is R rows x 16*NV outputs held in registers. For several rows a packed 4-bit group is widened once to the 8-bit form.
+ */
+#include "kern.h"
+
+#if defined(PD_ISA_AVX512)
+enum { R_MAX = 6, NV = 2 };
+#elif defined(PD_ISA_AVX2)
+enum { R_MAX = 2, NV = 1 };
+#else
+enum { R_MAX = 1, NV = 1 };
+#endif
+enum { WIDEN_FROM = 4 };        /* rows from which widening pays */
+
+struct group {                  /* the group in hand: its bytes, and what the matrix says about it */
+    const uint8_t *p;
+    int n_sub, off, scale_f32, has_min, scale_bytes;    /* scale_bytes: of all scales and mins of one sub-block */
+};
+
+INL vf scales(const uint8_t *p, int f32, int v)
+{
+    return f32 ? vf_load((const float *)p + 16 * v) : vf_half((const uint16_t *)p + 16 * v);
+}
+
+/* R rows of activations `stride` apart, the NV vectors of outputs from `v0`. sub: 32 or 16 k a scale. */
+TILE_INL void tile(const int R, const int sub, const int u4, struct group g, const uint8_t *x, size_t stride, int v0, vf acc[][NV])
+{
+    const int planes = u4 ? sub / 8 : sub / 4;
+    const uint8_t *p = g.p;
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < NV; v++)
+            acc[r][v] = vf_set1(0);
+    for (int b = 0; b < g.n_sub; b++) {
+        const uint8_t *xb = sub == 32 ? x + (size_t)b * sizeof(struct act) : x + (size_t)(b / 2) * sizeof(struct act);
+        const int half = sub == 32 ? 0 : b & 1;
+        int lo = sub == 32 || !half ? -g.off : 0, hi = sub == 32 || half ? -g.off : 0;
+        vi i[R_MAX][NV];
+        for (int r = 0; r < R; r++) {
+            const struct act *a = (const void *)(xb + r * stride);
+            i[r][0] = vi_madd16(a->isum, lo, hi);
+            for (int v = 1; v < NV; v++)
+                i[r][v] = i[r][0];
+        }
+#pragma GCC unroll 8
+        for (int q = 0; q < planes; q++) {
+            vb w[NV];
+            for (int v = 0; v < NV; v++)
+                w[v] = vb_load(p + q * 128 + (v0 + v) * 64);
+            for (int n = 0; n <= u4; n++) {
+                vb d[NV];
+                for (int v = 0; v < NV; v++)
+                    d[v] = !u4 ? w[v] : n ? vb_hi4(w[v]) : vb_lo4(w[v]);
+                for (int r = 0; r < R; r++) {
+                    const struct act *a = (const void *)(xb + r * stride);
+                    vx xq = vx_bcast(a->q + half * 16 + (u4 ? 2 * q + n : q) * 4);
+                    for (int v = 0; v < NV; v++)
+                        i[r][v] = vi_dot4(i[r][v], d[v], xq);
+                }
+            }
+        }
+        p += planes * 128;
+        for (int v = 0; v < NV; v++) {
+            vf s = scales(p, g.scale_f32, v0 + v);
+            for (int r = 0; r < R; r++) {
+                const struct act *a = (const void *)(xb + r * stride);
+                acc[r][v] = vf_fma(vi_float(i[r][v]), vf_mul(vf_set1(a->scale), s), acc[r][v]);
+            }
+        }
+        if (g.has_min)
+            for (int v = 0; v < NV; v++) {
+                vf mn = scales(p + g.scale_bytes / 2, g.scale_f32, v0 + v);
+                for (int r = 0; r < R; r++) {
+                    const struct act *a = (const void *)(xb + r * stride);
+                    acc[r][v] = vf_fma(mn, vf_set1(sub == 32 ? a->fsum : a->scale * (float)a->isum[half]), acc[r][v]);
+                }
+            }
+        p += g.scale_bytes;
+    }
+}
+
+INL void put(float *y, vf acc, int add, int n)
+{
+    if (n >= 16)
+        vf_store(y, add ? vf_add(vf_load(y), acc) : acc);
+    else if (n > 0)
+        vf_storen(y, add ? vf_add(vf_loadn(y, n, 0), acc) : acc, n);
+}
+
+TILE_INL void rows_tile(const int R, const int sub, const int u4, struct group g, const uint8_t *x, size_t stride, float *y, size_t ldy, int add, int n_out)
+{
+    for (int v0 = 0; v0 < 2; v0 += NV) {
+        vf acc[R_MAX][NV];
+        tile(R, sub, u4, g, x, stride, v0, acc);
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < NV; v++)
+                put(y + r * ldy + 16 * (v0 + v), acc[r][v], add, n_out - 16 * (v0 + v));
+    }
+}
+
+/* Every tile as a function of its own, so that each has the registers to itself. */
+#define TILE(R, sub, u4) \
+    static __attribute__((noinline)) void tile_##R##_##sub##_##u4(struct group g, const uint8_t *x, size_t stride, float *y, size_t ldy, int add, int n) \
+    { rows_tile(R, sub, u4, g, x, stride, y, ldy, add, n); }
+typedef void tile_fn(struct group g, const uint8_t *x, size_t stride, float *y, size_t ldy, int add, int n_out);
+TILE(1, 32, 0) TILE(1, 16, 0) TILE(1, 32, 1) TILE(1, 16, 1)
+#if defined(PD_ISA_AVX512)
+TILE(2, 32, 0) TILE(3, 32, 0) TILE(4, 32, 0) TILE(5, 32, 0) TILE(6, 32, 0)
+TILE(2, 16, 0) TILE(3, 16, 0) TILE(4, 16, 0) TILE(5, 16, 0) TILE(6, 16, 0)
+TILE(2, 32, 1) TILE(3, 32, 1) TILE(2, 16, 1) TILE(3, 16, 1)
+static tile_fn *const u8_tiles[2][R_MAX + 1] = {
+    { NULL, tile_1_32_0, tile_2_32_0, tile_3_32_0, tile_4_32_0, tile_5_32_0, tile_6_32_0 },
+    { NULL, tile_1_16_0, tile_2_16_0, tile_3_16_0, tile_4_16_0, tile_5_16_0, tile_6_16_0 } };
+static tile_fn *const u4_tiles[2][WIDEN_FROM] = { { NULL, tile_1_32_1, tile_2_32_1, tile_3_32_1 }, { NULL, tile_1_16_1, tile_2_16_1, tile_3_16_1 } };
+#elif defined(PD_ISA_AVX2)
+TILE(2, 32, 0) TILE(2, 16, 0) TILE(2, 32, 1) TILE(2, 16, 1)
+static tile_fn *const u8_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_0, tile_2_32_0 }, { NULL, tile_1_16_0, tile_2_16_0 } };
+static tile_fn *const u4_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_1, tile_2_32_1 }, { NULL, tile_1_16_1, tile_2_16_1 } };
+#else
+static tile_fn *const u8_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_0 }, { NULL, tile_1_16_0 } };
+static tile_fn *const u4_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_1 }, { NULL, tile_1_16_1 } };
+#endif
+
+/* One packed 4-bit group as an 8-bit group. */
+static void widen(const struct pd_pmat *w, const uint8_t *src, uint8_t *dst, int n_sub, int scale_bytes)
+{
+    for (int b = 0; b < n_sub; b++) {
+        for (int q = 0; q < w->sub / 8; q++, src += 128, dst += 256)
+            for (int v = 0; v < 2; v++) {
+                vb x = vb_load(src + 64 * v);
+                vb_store(dst + 64 * v, vb_lo4(x));
+                vb_store(dst + 128 + 64 * v, vb_hi4(x));
+            }
+        for (int i = 0; i < scale_bytes; i += 64)
+            vb_store(dst + i, vb_load(src + i));
+        src += scale_bytes;
+        dst += scale_bytes;
+    }
+}
+
+INL int scale_bytes_of(const struct pd_pmat *w) { return 32 * (w->scale_f32 ? 4 : 2) * (w->has_min ? 2 : 1); }
+
+size_t K(gemm_int_scratch)(const struct pd_pmat *w)
+{
+    return w->pack == PD_PK_U4 ? (size_t)(w->n_in_pad / w->sub) * (size_t)(w->sub * 32 + scale_bytes_of(w)) : 64;
+}
+
+void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch)
+{
+    const size_t stride = K(act_stride)(w->pack, w->n_in_pad);
+    struct group g = { .n_sub = w->n_in_pad / w->sub, .off = w->off, .scale_f32 = w->scale_f32, .has_min = w->has_min, .scale_bytes = scale_bytes_of(w) };
+    const int widening = w->pack == PD_PK_U4 && m >= WIDEN_FROM, narrow = w->sub == 16;
+    tile_fn *const *const tiles = w->pack == PD_PK_U4 && !widening ? u4_tiles[narrow] : u8_tiles[narrow];
+    /* As many rows at a time as stay in the second-level cache beside a group. */
+    int chunk = (int)(400 * 1024 / stride) / R_MAX * R_MAX;
+    if (chunk < 8 * R_MAX)
+        chunk = 8 * R_MAX;
+    for (int r0 = 0; r0 < m; r0 += chunk) {
+        int r1 = r0 + chunk < m ? r0 + chunk : m;
+        for (int gi = g0; gi < g1; gi++) {
+            g.p = w->data + (size_t)gi * w->group_bytes;
+            if (widening) {
+                widen(w, g.p, scratch, g.n_sub, g.scale_bytes);
+                g.p = scratch;
+            }
+            int n_out = w->n_out - gi * 32;
+            for (int r = r0; r < r1;) {
+                int n = r1 - r < R_MAX ? r1 - r : R_MAX;
+                tiles[n](g, (const uint8_t *)x + (size_t)r * stride, stride, y + (size_t)r * ldy + gi * 32, ldy, add, n_out);
+                r += n;
+            }
+        }
+    }
+}
+
+size_t K(act_stride)(enum pd_pack pack, int n_in_pad)
+{
+    size_t n = (size_t)n_in_pad, bytes = pack == PD_PK_BF16 ? 2 * n : pack == PD_PK_U8 || pack == PD_PK_U4 ? n / 32 * sizeof(struct act) : 4 * n;
+    return (bytes + 63) & ~(size_t)63;
+}
+
+static void prep_int(const float *x, struct act *a)
+{
+    int32_t top = 0;                            /* compared as integers, so that a NaN wins and shows in the scale */
+    for (int i = 0; i < 32; i++) {
+        int32_t u = (int32_t)(f_bits(x[i]) & 0x7fffffff);
+        top = u > top ? u : top;
+    }
+    float amax = f_of((uint32_t)top);
+    float inv = amax < 0x1p-115f ? 0 : 127.0f / amax;       /* below that 127/amax might overflow: such a block counts as zero */
+    a->scale = amax < 0x1p-115f ? 0 : amax / 127.0f;
+    int16_t s[2] = { 0, 0 };
+    for (int i = 0; i < 32; i++) {
+        float t = x[i] * inv + 0x1.8p23f;       /* to nearest even */
+        a->q[i] = (int8_t)(uint8_t)(f_bits(t) - f_bits(0x1.8p23f));
+        s[i / 16] = (int16_t)(s[i / 16] + a->q[i]);
+    }
+    a->isum[0] = s[0];
+    a->isum[1] = s[1];
+    a->fsum = a->scale * (float)(s[0] + s[1]);
+    a->pad = 0;
+}
+
+void K(prep)(enum pd_pack pack, const float *x, int n_in, int n_in_pad, void *row)
+{
+    if (pack == PD_PK_F32 || pack == PD_PK_F16) {
+        memcpy(row, x, (size_t)n_in * 4);
+        memset((float *)row + n_in, 0, (size_t)(n_in_pad - n_in) * 4);
+    } else if (pack == PD_PK_BF16) {
+        uint16_t *d = row;
+        for (int i = 0; i < n_in; i++)
+            d[i] = float_to_bf16(x[i]);
+        memset(d + n_in, 0, (size_t)(n_in_pad - n_in) * 2);
+    } else {
+        struct act *a = row;
+        int full = n_in / 32 * 32;
+        for (int i = 0; i < full; i += 32)
+            prep_int(x + i, a++);
+        if (full < n_in) {
+            float tail[32] = { 0 };
+            memcpy(tail, x + full, (size_t)(n_in - full) * 4);
+            prep_int(tail, a++);
+            full += 32;
+        }
+        for (; full < n_in_pad; full += 32)
+            memset(a++, 0, sizeof *a);
+    }
+}

@@ -1,0 +1,40 @@
+/* Which build of the kernels this CPU runs. */
+#include <string.h>
+#include "../kernels.h"
+
+extern const struct pd_kernels pd_kernels_scalar, pd_kernels_avx2, pd_kernels_avx512;
+
+/* The compiler's checks include that the operating system saves the wide registers. */
+static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+static int has_avx512(void)
+{
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
+
+const struct pd_kernels *pd_kernels_cpu(const char *force, const char **why)
+{
+    const char *unused;
+    if (!why)
+        why = &unused;
+    *why = NULL;
+    __builtin_cpu_init();
+    if (!force || !*force)
+        return has_avx512() ? &pd_kernels_avx512 : has_avx2() ? &pd_kernels_avx2 : &pd_kernels_scalar;
+    if (!strcmp(force, "scalar"))
+        return &pd_kernels_scalar;
+    if (!strcmp(force, "avx2")) {
+        if (has_avx2())
+            return &pd_kernels_avx2;
+        *why = "this CPU lacks AVX2, FMA or F16C: use PD_CPU=scalar, or unset it";
+        return NULL;
+    }
+    if (!strcmp(force, "avx512")) {
+        if (has_avx512())
+            return &pd_kernels_avx512;
+        *why = "this CPU lacks AVX-512 F, BW, VL, DQ, VNNI or BF16: use PD_CPU=avx2 or scalar, or unset it";
+        return NULL;
+    }
+    *why = "unknown CPU path: use scalar, avx2 or avx512, or unset PD_CPU";
+    return NULL;
+}

@@ -1,0 +1,29 @@
+/* The table of one build. */
+#include "kern.h"
+
+#define STR2(x) #x
+#define STR(x) STR2(x)
+
+static void gemm(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch)
+{
+    if (w->pack == PD_PK_U8 || w->pack == PD_PK_U4)
+        K(gemm_int)(w, x, m, y, ldy, add, g0, g1, scratch);
+    else
+        K(gemm_float)(w, x, m, y, ldy, add, g0, g1, scratch);
+}
+
+static size_t gemm_scratch(const struct pd_pmat *w)
+{
+    return w->pack == PD_PK_U8 || w->pack == PD_PK_U4 ? K(gemm_int_scratch)(w) : K(gemm_float_scratch)(w);
+}
+
+/* One class string for all builds: the tests assert that they agree in every bit, for the bf16 instruction too (its two fused steps, odd
+ * then even, and its flushing of denormals are reproduced elsewhere). */
+const struct pd_kernels PD_CAT(pd_kernels, PD_ISA) = {
+    .name = STR(PD_ISA),
+    .cls_int = "i8b32-1", .cls_bf16 = "bf16dp-1", .cls_float = "f32seq-1",
+    .gemm = gemm, .gemm_scratch = gemm_scratch, .act_stride = K(act_stride), .prep = K(prep),
+    .rmsnorm = K(rmsnorm), .rope = K(rope), .silu_mul = K(silu_mul), .add = K(add), .kv_write = K(kv_write),
+    .attn = K(attn), .attn_seg = K(attn_seg), .attn_merge = K(attn_merge), .attn_scratch = K(attn_scratch),
+    .exp_sub = K(exp_sub), .max = K(max),
+};
