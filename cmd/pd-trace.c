@@ -118,7 +118,7 @@ static int kv(const char **args, int *status, struct pd_err *e)
                 return pd_fail(e, PD_EUSAGE, "kv %s: no file is named (example: pd-trace kv %s run.h5)", verb, verb);
             if ((rc = each(verbs[i].fn, files, &o, status)))
                 *status = 2;
-            return fflush(stdout) ? pd_fail_sys(e, "standard output") : 0;
+            return fflush(stdout) || ferror(stdout) ? pd_fail_sys(e, "standard output") : 0;
         }
     for (size_t i = 0; i < sizeof makers / sizeof *makers; i++)
         if (!strcmp(verb, makers[i].name)) {
@@ -132,7 +132,7 @@ static int kv(const char **args, int *status, struct pd_err *e)
         rc = pd_kv_diff(files[0], files[1], &o, &differ, e);
         if (differ)
             *status = 1;
-        return rc ? rc : fflush(stdout) ? pd_fail_sys(e, "standard output") : 0;
+        return rc ? rc : fflush(stdout) || ferror(stdout) ? pd_fail_sys(e, "standard output") : 0;
     }
     return pd_fail(e, PD_EUSAGE, "kv: '%s' is no verb (ls, quickcheck, verify, stat, diff, slice, salvage, png)", verb);
 }
