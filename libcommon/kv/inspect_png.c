@@ -134,7 +134,13 @@ static int write_png(FILE *f, const struct look *k, struct pd_err *e)
     return 0;
 }
 
-struct picture { const struct pd_kv_opts *o; const char *to; bool done; };
+struct picture { const struct pd_kv_opts *o; const char *to; uint32_t runs; };
+
+static int count_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
+{
+    ((struct picture *)ctx)->runs++;
+    return 0;
+}
 
 static int png_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
 {
@@ -142,9 +148,6 @@ static int png_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
     struct pd_endpoint ep = { .fd = -1 };
     struct grid g = { 0 };
     char title[128], scale[160];
-    if (p->done)
-        return pd_fail(e, PD_EUSAGE, "the file holds several runs; choose one with --run (pd-trace kv ls)");
-    p->done = true;
     int rc = measure(r, &g, e);
     if (!rc)
         rc = pd_endpoint_open_out(p->to, 0, &ep, e);
@@ -177,6 +180,8 @@ static int png_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
 int pd_kv_png(const char *path, const char *to, const struct pd_kv_opts *o, struct pd_err *e)
 {
     struct picture p = { .o = o, .to = to };
-    int rc = pd_kv_each_run(path, -1, &(struct pd_kv_walk){ .mode = PD_DUMP_DATA, .run = o->run, .run_fn = png_run, .ctx = &p }, e);
-    return !rc && !p.done ? pd_fail(e, PD_EFAIL, "%s: holds no run", path) : rc;
+    int rc = pd_kv_each_run(path, -1, &(struct pd_kv_walk){ .mode = PD_DUMP_HEAD, .run = o->run, .run_fn = count_run, .ctx = &p }, e);
+    if (!rc && p.runs != 1)
+        rc = p.runs ? pd_fail(e, PD_EUSAGE, "%s: holds %u runs; choose one with --run (pd-trace kv ls)", path, p.runs) : pd_fail(e, PD_EFAIL, "%s: holds no run", path);
+    return rc ? rc : pd_kv_each_run(path, -1, &(struct pd_kv_walk){ .mode = PD_DUMP_DATA, .run = o->run, .run_fn = png_run, .ctx = &p }, e);
 }

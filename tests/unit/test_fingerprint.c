@@ -167,7 +167,7 @@ static void what_matters_is_in_it(void **state)
     CHANGE(cfg.rope.theta, 123.5, "rope_theta differs (prefill 10000, decode 123.5)");
     CHANGE(cfg.rope.pairs, !old, "rope_basis differs (prefill pairs, decode halves)");
     CHANGE(cfg.rope.scaling, PD_ROPE_LINEAR, "rope_type differs (prefill llama3, decode linear)");
-    CHANGE(cfg.rope.factor, old * 2, "rope_factor differs");
+    CHANGE(cfg.rope.factor, old + 2, "rope_factor differs");
     CHANGE(cfg.rope.original_ctx, old + 1, "rope_original_ctx differs");
     CHANGE(cfg.n_layers, old + 1, "layers differs");
     CHANGE(cfg.n_heads, old + 1, "heads differs");
