@@ -121,12 +121,13 @@ bool pd_get_bool(struct pd_bin v, bool *out)
     return true;
 }
 
+/* An empty one has no pointer in msgpack-c; here no pointer means absent. */
 bool pd_get_str(struct pd_bin v, struct pd_str *out)
 {
     msgpack_object o;
     if (!unpack(v, &o) || o.type != MSGPACK_OBJECT_STR)
         return false;
-    *out = (struct pd_str){ o.via.str.ptr, o.via.str.size };
+    *out = (struct pd_str){ o.via.str.size ? o.via.str.ptr : "", o.via.str.size };
     return true;
 }
 
@@ -135,7 +136,7 @@ bool pd_get_bin(struct pd_bin v, struct pd_bin *out)
     msgpack_object o;
     if (!unpack(v, &o) || o.type != MSGPACK_OBJECT_BIN)
         return false;
-    *out = (struct pd_bin){ (const uint8_t *)o.via.bin.ptr, o.via.bin.size };
+    *out = (struct pd_bin){ (const uint8_t *)(o.via.bin.size ? o.via.bin.ptr : ""), o.via.bin.size };
     return true;
 }
 

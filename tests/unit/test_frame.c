@@ -88,6 +88,8 @@ static void keys_are_distinct_strings(void **state)
     assert_int_equal(pd_frame_check((const uint8_t *)"\x81\x05\x02", 3, &e), PD_ECORRUPT);
     assert_int_equal(pd_frame_check((const uint8_t *)"\x81\xc4\x01" "a\x02", 5, &e), PD_ECORRUPT);
     assert_int_equal(pd_frame_check((const uint8_t *)"\x80", 1, &e), 0);
+    assert_int_equal(pd_frame_check((const uint8_t *)"\x81\xa0\x01", 3, &e), 0);
+    assert_int_equal(pd_frame_check((const uint8_t *)"\x82\xa0\x01\xa0\x01", 5, &e), PD_ECORRUPT);
     assert_int_equal(pd_frame_check((const uint8_t *)"\x82\xa1" "a\x01", 4, &e), PD_ECORRUPT);
     for (int n = 1000; n <= 1100; n += 24) {        /* many keys: the table's path; 1024 are the most */
         struct pd_buf b = { 0 };
@@ -196,6 +198,9 @@ static void values_are_read_by_type(void **state)
     assert_int_equal(pd_map_find("\x81\xa1" "a\x93\x01\x02\x03", 7, "a", &v), 1);
     assert_int_equal(v.n, 4);
     assert_int_equal(pd_map_find("\x81\xa1" "a\x01", 4, "b", &v), 0);
+    assert_int_equal(pd_map_find("\x81\xa0\x01", 3, "", &v), 1);      /* an empty key is a key, an empty string is there */
+    assert_true(pd_get_str(BIN("\xa0"), &s) && s.p && !s.n);
+    assert_true(pd_get_bin(BIN("\xc4\0"), &v) && v.p && !v.n);
     assert_int_equal(pd_map_find("\x81\xa1" "a", 3, "b", &v), PD_ECORRUPT);
     assert_int_equal(pd_map_find("\x01", 1, "b", &v), PD_ECORRUPT);
     assert_string_equal(pd_value_text(BIN("\xa3" "abc"), text, sizeof text), "\"abc\"");

@@ -149,6 +149,10 @@ static void unknown_fields_are_carried(void **state)
     struct pd_bin rec = BIN("\x83\xa6prompt\xa1" "a\xa1x\x92\xca\x3f\0\0\0\xd1\0\x07\xa1y\xc0");
     assert_int_equal(pd_request_decode(rec.p, rec.n, &a, &r, &e), 0);
     assert_int_equal(r.extra.pairs, 2);
+    assert_int_equal(decode("{\"prompt\":\"a\",\"\":{\"\":\"\"},\"adapter\":\"\"}", &a, &r, &e), 0);
+    assert_int_equal(r.extra.pairs, 1);
+    assert_true(r.adapter.p && !r.adapter.n);
+    assert_int_equal(pd_request_decode(rec.p, rec.n, &a, &r, &e), 0);
     assert_int_equal(pd_request_encode(&r, &b, &e), 0);
     assert_int_equal(pd_msgpack_to_json(b.p, b.n, &j, &e), 0);
     pd_buf_add(&j, "", 1, NULL);
