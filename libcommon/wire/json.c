@@ -156,10 +156,17 @@ int pd_msgpack_to_json(const void *rec, size_t n, struct pd_buf *out, struct pd_
 
 /* ---- JSON to msgpack ---- */
 
-#ifdef PD_FAULT
-static void *counted_malloc(size_t n) { return pd_calloc(1, n, "JSON", NULL); }
-static void use_counted_malloc(void) { json_set_alloc_funcs(counted_malloc, pd_free); }
-#endif
+/* An allocation that fails while jansson reads is reported as bad syntax, or even as success with a character lost: so it is watched here. Its memory stays that of malloc, so others in the process may use it as before. */
+static _Thread_local bool out_of_memory;
+
+static void *watched_malloc(size_t n)
+{
+    void *p = pd_calloc(1, n, "JSON", NULL);
+    out_of_memory |= !p;
+    return p;
+}
+
+static void watch_memory(void) { json_set_alloc_funcs(watched_malloc, pd_free); }
 
 static int from_base64(const char *s, size_t n, struct pd_pack *k)
 {
@@ -241,18 +248,20 @@ static int from_json(const json_t *j, int depth, struct pd_pack *k)
 
 int pd_json_to_msgpack(const char *line, size_t n, struct pd_buf *out, struct pd_err *e)
 {
-#ifdef PD_FAULT
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, use_counted_malloc);
-#endif
+    pthread_once(&once, watch_memory);
     long bad = pd_utf8_invalid(line, n);
     if (bad >= 0)
         return pd_fail(e, PD_EFAIL, "invalid UTF-8 at byte %ld", bad);
     json_error_t je = { .position = 0 };
+    out_of_memory = false;
     json_t *j = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_ANY, &je);
+    if (out_of_memory || (!j && json_error_code(&je) == json_error_out_of_memory)) {
+        json_decref(j);
+        return pd_fail(e, PD_ENOMEM, "out of memory for a JSON line of %zu bytes", n);
+    }
     if (!j)
-        return json_error_code(&je) == json_error_out_of_memory || !je.text[0] ? pd_fail(e, PD_ENOMEM, "out of memory for a JSON line of %zu bytes", n) :
-               pd_fail(e, PD_EFAIL, "bad JSON at byte %d: %s", je.position, je.text);
+        return pd_fail(e, PD_EFAIL, "bad JSON at byte %d: %s", je.position, je.text);
     struct pd_pack k;
     size_t old = out->n;
     pd_pack_init(&k, out, e);
