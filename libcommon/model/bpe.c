@@ -99,6 +99,12 @@ static int compile(struct pd_bpe *b, const char *pattern, struct pd_err *e)
         pcre2_get_error_message(code, (PCRE2_UCHAR *)why, sizeof why);
         return pd_fail(e, PD_EFAIL, "the pre-tokenizer does not compile at %zu: %s; PCRE2 must be built with Unicode", (size_t)at, why);
     }
+    /* The patterns take time in proportion to the text, so long text is no reason to give up. */
+    if (!(b->limits = pcre2_match_context_create(b->memory)))
+        return pd_fail(e, PD_ENOMEM, "no memory for the pre-tokenizer");
+    pcre2_set_match_limit(b->limits, UINT32_MAX);
+    pcre2_set_depth_limit(b->limits, UINT32_MAX);
+    pcre2_set_heap_limit(b->limits, UINT32_MAX);
     b->jit = pcre2_jit_compile(b->pattern, PCRE2_JIT_COMPLETE) == 0;   /* without it (no executable memory, say) the interpreter gives the same matches */
     return 0;
 }
@@ -192,6 +198,7 @@ int pd_bpe_init(struct pd_bpe *b, const struct pd_vocab *v, struct pd_str pre, c
 void pd_bpe_free(struct pd_bpe *b)
 {
     pcre2_code_free(b->pattern);
+    pcre2_match_context_free(b->limits);
     pcre2_general_context_free(b->memory);
     pd_free(b->pair);
     *b = (struct pd_bpe){ 0 };
@@ -283,10 +290,10 @@ static int encode_word(const struct pd_bpe *b, struct pd_bpe_call *c, const char
 
 static int next_word(const struct pd_bpe *b, struct pd_bpe_call *c, const char *text, size_t at, size_t end, size_t *word_end, struct pd_err *e)
 {
-    int r = b->jit ? pcre2_jit_match(b->pattern, (PCRE2_SPTR)text + at, end - at, 0, PCRE2_NO_UTF_CHECK, c->match, NULL)
-                   : pcre2_match(b->pattern, (PCRE2_SPTR)text + at, end - at, 0, PCRE2_NO_UTF_CHECK, c->match, NULL);
+    int r = b->jit ? pcre2_jit_match(b->pattern, (PCRE2_SPTR)text + at, end - at, 0, PCRE2_NO_UTF_CHECK, c->match, b->limits)
+                   : pcre2_match(b->pattern, (PCRE2_SPTR)text + at, end - at, 0, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, c->match, b->limits);
     if (r == PCRE2_ERROR_JIT_STACKLIMIT)
-        r = pcre2_match(b->pattern, (PCRE2_SPTR)text + at, end - at, 0, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, c->match, NULL);
+        r = pcre2_match(b->pattern, (PCRE2_SPTR)text + at, end - at, 0, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, c->match, b->limits);
     PCRE2_SIZE *o = pcre2_get_ovector_pointer(c->match);
     if (r < 0 || o[1] == 0) {
         char why[128] = "it took no character";

@@ -10,6 +10,7 @@ struct pd_bpe {
     const struct pd_vocab *vocab;
     void *pattern;                  /* pcre2_code_8 */
     void *memory;                   /* pcre2_general_context_8 over base/mem.h */
+    void *limits;                   /* pcre2_match_context_8 */
     bool jit;
     bool whole_words;               /* a word that is a piece is not merged (Llama 3) */
     int32_t byte_id[256];           /* -1: the vocabulary lacks this byte */

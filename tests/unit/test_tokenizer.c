@@ -244,6 +244,44 @@ static void long_words(void **state)
     free(s);
 }
 
+/* Where no memory may be made executable PCRE2 interprets: the same ids, and no limit of its own on the text. */
+static void without_jit(void **state)
+{
+    enum { N = 12000000 };
+    static const char *const pres[] = { "gpt-2", "smollm", "qwen2", "llama-bpe" };
+    const struct pd_str piece[] = { { "\xc4\xa0", 2 }, { "a", 1 }, { "\xc4\xa0\xc4\xa0", 4 }, { "\xc4\x8a", 2 } }, merge[] = { { "\xc4\xa0 \xc4\xa0", 5 } };
+    char *s = malloc(N);
+    struct pd_vocab v;
+    struct pd_err e;
+    assert_int_equal(pd_vocab_init(&v, piece, 4, NULL, &e), 0);
+    for (int k = 0; k < 4; k++) {
+        struct pd_bpe b;
+        bool bos;
+        assert_int_equal(pd_bpe_init(&b, &v, (struct pd_str){ pres[k], strlen(pres[k]) }, merge, 1, &bos, &e), 0);
+        assert_true(b.jit);
+        for (size_t n = 100, most = k == 2 ? N : N / 40; n <= most; n = n == 100 ? most : most + 1) {
+            struct pd_buf ids[2] = { { 0 }, { 0 } };
+            memset(s, ' ', n);
+            s[n - 1] = s[n / 2] = 'a';
+            s[3] = s[7] = '\n';
+            for (int jit = 0; jit < 2; jit++) {
+                struct pd_bpe_call c = { 0 };
+                b.jit = jit;
+                if (pd_bpe_encode(&b, &c, s, 0, n, &ids[jit], &e))
+                    fail_msg("%s, %zu bytes, %s: %s", pres[k], n, jit ? "JIT" : "interpreted", e.msg);
+                pd_bpe_call_free(&c);
+            }
+            assert_int_equal(ids[0].n, ids[1].n);
+            assert_true(ids[0].n > n && !memcmp(ids[0].p, ids[1].p, ids[0].n));
+            pd_buf_free(&ids[0]);
+            pd_buf_free(&ids[1]);
+        }
+        pd_bpe_free(&b);
+    }
+    pd_vocab_free(&v);
+    free(s);
+}
+
 static void *tokenize_often(void *arg)
 {
     static const char text[] = "Several threads share this: 123 \xe2\x82\xac <|im_end|> and    spaces.";
@@ -583,7 +621,7 @@ static void digests(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(golden), cmocka_unit_test(golden_smollm2), cmocka_unit_test(refused_text), cmocka_unit_test(flags_and_specials), cmocka_unit_test(long_words),
+        cmocka_unit_test(golden), cmocka_unit_test(golden_smollm2), cmocka_unit_test(refused_text), cmocka_unit_test(flags_and_specials), cmocka_unit_test(long_words), cmocka_unit_test(without_jit),
         cmocka_unit_test(threads), cmocka_unit_test(byte_alphabet), cmocka_unit_test(special_scan), cmocka_unit_test(hostile_bpe), cmocka_unit_test(hostile_spm),
         cmocka_unit_test(marked_otherwise), cmocka_unit_test(digests),
     };
