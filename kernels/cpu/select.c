@@ -1,11 +1,18 @@
 /* Which build of the kernels this CPU runs. */
+#include <cpuid.h>
 #include <string.h>
 #include "../kernels.h"
 
 extern const struct pd_kernels pd_kernels_scalar, pd_kernels_avx2, pd_kernels_avx512;
 
+static int has_f16c(void)       /* not every compiler's check knows this name */
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
 /* The compiler's checks include that the operating system saves the wide registers. */
-static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+static int has_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 static int has_avx512(void)
 {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -14,6 +14,7 @@ struct pd_batch {
     struct pd_span *span;               /* [max_seqs] of the step at hand */
     struct pd_seq **span_seq;
     uint32_t n_spans;
+    struct pd_err no_room;      /* why the pool gave no block last */
     float *spare;                       /* [n_vocab]: sampling overwrites its logits */
     struct pd_batch_stats st;
 };
@@ -323,7 +324,7 @@ static void plan_step(struct pd_batch *b)
         if (!rows || !room_to_start(b, s))
             continue;
         uint32_t want = s->run->prefill_only ? pd_seq_n(s) : s->n_kv + rows;
-        if (ensure_blocks(b, s, want, NULL) < 0)
+        if (ensure_blocks(b, s, want, &b->no_room) < 0)
             continue;
         next = s->next;
         if (pending > 1)
@@ -381,10 +382,13 @@ static void take_logits(struct pd_batch *b, struct pd_seq *s, float *logits)
     sample_and_accept(b, s, logits);
 }
 
-void pd_batch_fail_oldest(struct pd_batch *b, const struct pd_err *why)
+void pd_batch_fail_oldest(struct pd_batch *b)
 {
+    struct pd_err why = b->no_room;
+    if (!why.code)
+        pd_fail(&why, PD_ENOMEM, "no KV blocks left for this run: give --kv-mem more");
     if (b->head)
-        finish(b, b->head, "error", why);
+        finish(b, b->head, "error", &why);
 }
 
 int pd_batch_step(struct pd_batch *b, struct pd_err *e)

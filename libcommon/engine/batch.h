@@ -66,7 +66,7 @@ bool pd_batch_busy(const struct pd_batch *b);
 /* Rows run; 0: nothing could run for want of blocks, so the caller waits for whoever holds some (an import, an export), or ends the oldest with an error
  * when nobody does. < 0: the engine's own failure (memory): every run has ended with it. */
 int pd_batch_step(struct pd_batch *b, struct pd_err *e);
-void pd_batch_fail_oldest(struct pd_batch *b, const struct pd_err *why);
+void pd_batch_fail_oldest(struct pd_batch *b);           /* with the pool's own reason */
 void pd_run_drop(struct pd_batch *b, struct pd_run *r);         /* puts the blocks back and frees the run, wherever it is (also a running one: cancel) */
 
 static inline const int32_t *pd_seq_tokens(const struct pd_seq *s) { return (const int32_t *)(const void *)s->tokens.p; }

@@ -691,11 +691,8 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
         if (pd_batch_busy(d.batch)) {
             struct pd_batch_stats before = pd_batch_stats(d.batch);
             step(&d);
-            if (pd_batch_stats(d.batch).steps == before.steps && pd_batch_busy(d.batch) && !(open && importing(&d))) {
-                struct pd_err why;
-                pd_fail(&why, PD_ENOMEM, "no KV blocks left for this run: give --kv-mem more");
-                pd_batch_fail_oldest(d.batch, &why);
-            }
+            if (pd_batch_stats(d.batch).steps == before.steps && pd_batch_busy(d.batch) && !(open && importing(&d)))
+                pd_batch_fail_oldest(d.batch);      /* nobody else holds blocks that could come back */
         }
         if (o->text)
             print_text(&d);

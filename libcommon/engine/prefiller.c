@@ -320,10 +320,8 @@ static void step(struct prefiller *p)
     if (rows == 0 && pd_batch_busy(p->batch)) {
         uint32_t before = p->n_runs;
         reap(p, true);          /* the blocks are on their way out */
-        if (p->n_runs == before && pd_publish_error(p->pub, &e) == 0) {
-            pd_fail(&e, PD_ENOMEM, "no KV blocks left for the prompt: give --kv-mem more");
-            pd_batch_fail_oldest(p->batch, &e);
-        }
+        if (p->n_runs == before && pd_publish_error(p->pub, &e) == 0)
+            pd_batch_fail_oldest(p->batch);
     }
     struct pd_batch_stats st = pd_batch_stats(p->batch);
     double s = (double)(pd_mono_us() - p->t0) / 1e6;
