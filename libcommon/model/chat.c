@@ -51,6 +51,13 @@ static const struct form { const char *family; render_fn *render; unsigned flags
 static const char gen_default[] = "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}";
 #define REMEDY "supported are chatml, llama2 and llama3; give --chat-template NAME, or --chat-template FILE with a template of such a form"
 
+/* What a template that is not rendered most likely is, by the first of these marks in it: so that the refusal can say a name. */
+static const struct { const char *mark, *name; } relatives[] = {
+    { "Cutting Knowledge Date", "the format of Llama 3.1 to 3.3, which prints the date and tools" }, { "<|start_header_id|>", "a variant of llama3" },
+    { "<think>", "a format of a reasoning model" }, { "<|im_start|>", "a variant of chatml" }, { "<<SYS>>", "a variant of llama2" }, { "[INST]", "Mistral's format" },
+    { "<start_of_turn>", "Gemma's format" }, { "<|assistant|>", "the format of Zephyr or Phi" }, { "<\uff5cAssistant\uff5c>", "DeepSeek's format" },
+};
+
 static int add(struct page *p, const char *s, size_t n, bool own)
 {
     struct pd_text_run *last = p->runs.n ? (struct pd_text_run *)(p->runs.p + p->runs.n) - 1 : NULL, run = { n, own };
@@ -182,6 +189,17 @@ int pd_chat_tokenize(const struct pd_chat *c, const struct pd_tokenizer *t, cons
     return r;
 }
 
+static void unknown(struct pd_chat *c, const char *syntax)
+{
+    const char *name = "of none of the known forms";
+    for (size_t i = 0; i < sizeof relatives / sizeof *relatives; i++)
+        if (memmem(c->source.p, c->source.n, relatives[i].mark, strlen(relatives[i].mark))) {
+            name = relatives[i].name;
+            break;
+        }
+    snprintf(c->why, sizeof c->why, "the chat template (%zu bytes) is %s%s%.100s%s", c->source.n, name, syntax ? " (" : "", syntax ? syntax : "", syntax ? ")" : "");
+}
+
 /* 0: matched, with the form and the default system text; 1: no form matches, see `why`; < 0: out of memory and the like. */
 static int recognise(struct pd_chat *c, struct pd_err *e)
 {
@@ -189,7 +207,7 @@ static int recognise(struct pd_chat *c, struct pd_err *e)
     struct pd_err parse = { 0 };
     int r = pd_template_parse(c->source.p, c->source.n, &t, &parse);
     if (r == PD_EINCOMPAT) {
-        snprintf(c->why, sizeof c->why, "the %.200s", parse.msg);
+        unknown(c, parse.msg);
         return 1;
     }
     if (r)
@@ -212,7 +230,7 @@ static int recognise(struct pd_chat *c, struct pd_err *e)
             goto out;
         }
     }
-    snprintf(c->why, sizeof c->why, "the chat template (%zu bytes) is of none of the known forms", c->source.n);
+    unknown(c, NULL);
     r = 1;
 out:
     pd_template_free(&want);

@@ -135,6 +135,18 @@ static void near_misses(void **state)
     json_t *all = json_load_file("testdata/chat/unknown.json", 0, NULL), *t;
     const char *name;
     assert_true(json_object_size(all) > 10);
+    /* Those of other families are refused by name. */
+    static const char *const named[][2] = { { "{% if a %}Cutting Knowledge Date: {{ b }}", "Llama 3.1 to 3.3" }, { "<start_of_turn>", "Gemma" }, { "{{ '[INST]' }}", "Mistral" },
+                                            { "<|im_start|>", "a variant of chatml" }, { "<|start_header_id|>{{ {} }}", "a variant of llama3 (chat template: a character" } };
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++) {
+        struct pd_gguf *g = make_gguf(named[i][0], strlen(named[i][0]), true);
+        struct pd_chat c;
+        assert_int_equal(pd_chat_from_gguf(g, NULL, &c, NULL), 0);
+        if (c.known || !strstr(c.why, named[i][1]))
+            fail_msg("%s: %s", named[i][0], c.why);
+        pd_chat_free(&c);
+        pd_gguf_close(g);
+    }
     json_object_set_new(all, "a NUL", json_stringn(nul, sizeof nul - 1));
     json_object_foreach(all, name, t) {
         struct pd_gguf *g = make_gguf(json_string_value(t), json_string_length(t), true);
