@@ -226,6 +226,9 @@ static bool deliver(struct decoder *d, struct dc_run *r, uint32_t choice, uint32
     if (pd_buf_add(&c->tokens, &t->token, sizeof t->token, &e) < 0 || (t->has_logprob && pd_buf_add(&c->logprobs, &t->logprob, sizeof t->logprob, &e) < 0) ||
         (!stop_token && pd_text_add(&c->text, tok, &r->in.req, t->token, (int64_t)pos + 1 >= r->in.req.min_tokens, &e) < 0))
         fatal(d, &e);
+    bool last = stop_token || (int64_t)pos + 1 >= r->in.req.max_tokens || r->in.n_tokens + pos + 1 >= (uint32_t)d->rt->model->cfg.n_ctx;
+    if (last && !c->text.stopped && pd_text_end(&c->text, &e) < 0)      /* what was held back belongs to the last token */
+        fatal(d, &e);
     if (d->o->stream && !d->o->text)
         put_token(d, r, choice, pos, t);
     return c->text.stopped;
@@ -238,11 +241,7 @@ static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_
 
 static void choice_done(struct decoder *d, struct dc_run *r, uint32_t choice, const char *reason)
 {
-    struct choice *c = &r->choice[choice];
-    struct pd_err e;
-    if (!c->text.stopped && pd_text_end(&c->text, &e) < 0)
-        fatal(d, &e);
-    c->done = true;
+    r->choice[choice].done = true;
     r->n_done++;
     if (!d->o->text)
         put_result(d, r, choice, reason);

@@ -170,7 +170,7 @@ def main():
        "--on-mismatch fail: exit 3, the field and both values", y.stderr)
     y = run(decode("--format", "json", m="testdata/tiny/llama-q8_0.gguf"), run(prefill(m=TINY), lines([dict(REQS[6], token_ids=[1, 2, 3])])).stdout)
     ok(y.returncode == 0 and "weights_digest differs" in results(y.stdout)[0]["fallback"], "KV of other weights is not used", y.stderr)
-    kv = run(prefill(), lines([REQS[8]])).stdout
+    kv = run(prefill("--chunk", "16"), lines([REQS[8]])).stdout
     mine = [z for z in ref if z[0][0] == "long"]
     recs = [json.loads(z) for z in run(trace("cat", "--format", "json"), kv).stdout.decode().splitlines()]
     chunks = [i for i, r in enumerate(recs) if r["pd"] == "chunk"]
