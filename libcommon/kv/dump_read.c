@@ -52,7 +52,12 @@ static int spawn(struct pd_dump_r *r, int file, int out, int err, char *const ar
     posix_spawnattr_t at;
     sigset_t none, dfl;
     char asan[256] = "ASAN_OPTIONS=detect_leaks=0";
-    char *const env[] = { "HDF5_PLUGIN_PRELOAD=::", asan, NULL };
+    char *env[] = { "HDF5_PLUGIN_PRELOAD=::", asan, NULL, NULL };
+#ifdef PD_FAULT
+    char fault[128];
+    snprintf(fault, sizeof fault, "PD_FAULT=%s", getenv("PD_CHILD_FAULT") ? getenv("PD_CHILD_FAULT") : "");
+    env[2] = fault;
+#endif
     posix_spawn_file_actions_init(&fa);
     posix_spawnattr_init(&at);
     sigemptyset(&none);
