@@ -96,6 +96,19 @@ static void pack_text_checked(const char *name, struct pd_str s, struct pd_pack 
     pd_pack_str(k, s);
 }
 
+static void pack_mended(struct pd_str s, struct pd_pack *k)
+{
+    struct pd_buf b = { 0 };
+    uint32_t cp;
+    char c[4];
+    for (size_t i = 0; i < s.n && !k->rc;) {
+        i += (size_t)pd_utf8_next(s.p + i, s.n - i, &cp);
+        k->rc = pd_buf_add(&b, c, (size_t)pd_utf8_put(cp, c), k->e);
+    }
+    pd_pack_str(k, (struct pd_str){ (char *)b.p, b.n });
+    pd_buf_free(&b);
+}
+
 static void pack_field(const struct pd_field *f, const void *rec, struct pd_pack *k)
 {
     msgpack_packer *pk = &k->pk;
@@ -104,7 +117,10 @@ static void pack_field(const struct pd_field *f, const void *rec, struct pd_pack
     case PD_F_CHARS: pack_text_checked(f->name, (struct pd_str){ at(rec, f->off), strnlen(at(rec, f->off), f->size) }, k); break;
     case PD_F_STR: {
         struct pd_str s = AT(struct pd_str, f->off);
-        pack_text_checked(f->name, s.p ? s : (struct pd_str){ "", 0 }, k);
+        if (f->flags & PD_FF_MEND && pd_utf8_invalid(s.p, s.n) >= 0)
+            pack_mended(s, k);
+        else
+            pack_text_checked(f->name, s.p ? s : (struct pd_str){ "", 0 }, k);
         break;
     }
     case PD_F_BYTES: pd_pack_bin(k, at(rec, f->off), f->size); break;

@@ -43,7 +43,8 @@ enum {
     PD_FF_HAS = 8,      /* present when the bool at aux */
     PD_FF_BIT = 16,     /* present when `bit` in the uint32_t at aux */
     PD_FF_NZ = 32,      /* a number that is left out when 0 */
-    PD_FF_ALWAYS = 64   /* a custom field that is always written */
+    PD_FF_ALWAYS = 64,  /* a custom field that is always written */
+    PD_FF_MEND = 128    /* words for people: bytes that are no UTF-8 become U+FFFD (elsewhere they are refused), as an error must always be told */
 };
 struct pd_field {
     const char *name;

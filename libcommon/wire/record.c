@@ -161,7 +161,7 @@ static const struct pd_field result_field[] = {
     { "prompt_tokens", PD_F_U32, PD_FF_REQ, R(prompt_tokens) }, { "completion_tokens", PD_F_U32, PD_FF_REQ, R(completion_tokens) },
     { "cached_tokens", PD_F_U32, PD_FF_REQ, R(cached_tokens) }, { "transferred_tokens", PD_F_U32, PD_FF_REQ, R(transferred_tokens) },
     { "recomputed_tokens", PD_F_U32, PD_FF_REQ, R(recomputed_tokens) }, { "finish_reason", PD_F_CHARS, PD_FF_REQ, R(finish_reason) },
-    { "mode", PD_F_CHARS, 0, R(mode) }, { "fallback", PD_F_STR, PD_FF_NULL, R(fallback) }, { "ttft_ms", PD_F_MS, PD_FF_NULL, R(ttft_ms) },
+    { "mode", PD_F_CHARS, 0, R(mode) }, { "fallback", PD_F_STR, PD_FF_NULL | PD_FF_MEND, R(fallback) }, { "ttft_ms", PD_F_MS, PD_FF_NULL, R(ttft_ms) },
     { "tpot_ms", PD_F_MS, PD_FF_NULL, R(tpot_ms) }, { "e2e_ms", PD_F_MS, PD_FF_NULL, R(e2e_ms) }, { "kv_bytes", PD_F_U64, 0, R(kv_bytes) }, { "kv_ms", PD_F_MS, PD_FF_NULL, R(kv_ms) },
     { "fingerprint", PD_F_BYTES, PD_FF_HAS, R(fingerprint), .aux = offsetof(struct pd_result, has_fingerprint) },
     { "gen", PD_F_BYTES, PD_FF_HAS, R(gen), .aux = offsetof(struct pd_result, has_gen) },
@@ -198,7 +198,7 @@ static int error_dec_code(void *rec, struct pd_bin v, struct pd_unpack *u)
 #define E(m) PD_FIELD(struct pd_error_rec, m)
 static const struct pd_field error_field[] = {
     { "run", PD_F_RUN, 0, E(run) }, { "id", PD_F_ID, 0, E(id) }, { "class", PD_F_CHARS, PD_FF_REQ, E(class_) },
-    { "code", PD_F_CUSTOM, PD_FF_REQ, E(code), .enc = error_enc_code, .dec = error_dec_code }, { "message", PD_F_STR, PD_FF_REQ, E(message) },
+    { "code", PD_F_CUSTOM, PD_FF_REQ, E(code), .enc = error_enc_code, .dec = error_dec_code }, { "message", PD_F_STR, PD_FF_REQ | PD_FF_MEND, E(message) },
     { "action", PD_F_CHARS, 0, E(action) } };
 static const struct pd_table error_table = { "error", error_field, sizeof error_field / sizeof *error_field, -1 };
 
@@ -218,7 +218,7 @@ static const struct pd_field event_field[] = {
     { "parent", PD_F_BYTES, PD_FF_HAS, V(parent), .aux = offsetof(struct pd_event, has_parent) }, { "state", PD_F_CHARS, PD_FF_REQ, V(state) },
     { "role", PD_F_CHARS, 0, V(role) }, { "where", PD_F_CHARS, 0, V(where) }, { "worker", PD_F_STR, 0, V(worker) }, { "domain", PD_F_STR, 0, V(domain) },
     { "model_revision", PD_F_STR, 0, V(model_revision) }, { "gen", PD_F_BYTES, PD_FF_HAS, V(gen), .aux = offsetof(struct pd_event, has_gen) },
-    { "bytes", PD_F_U64, PD_FF_NZ, V(bytes) }, { "t_us", PD_F_I64, PD_FF_REQ, V(t_us) }, { "mono_us", PD_F_I64, PD_FF_REQ, V(mono_us) }, { "cause", PD_F_STR, 0, V(cause) } };
+    { "bytes", PD_F_U64, PD_FF_NZ, V(bytes) }, { "t_us", PD_F_I64, PD_FF_REQ, V(t_us) }, { "mono_us", PD_F_I64, PD_FF_REQ, V(mono_us) }, { "cause", PD_F_STR, PD_FF_MEND, V(cause) } };
 static const struct pd_table event_table = { "event", event_field, sizeof event_field / sizeof *event_field, -1 };
 
 int pd_event_encode(const struct pd_event *v, struct pd_buf *b, struct pd_err *e) { return encode(&event_table, v, b, e); }

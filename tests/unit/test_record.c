@@ -245,6 +245,20 @@ static void encoders_refuse_what_no_reader_could_take(void **state)
     pd_buf_free(&b);
 }
 
+static void an_error_is_always_told(void **state)
+{
+    struct pd_buf b = { 0 };
+    struct pd_arena a = { 0 };
+    struct pd_err e = { 0 };
+    struct pd_error_rec er = sample_error(), out;
+    er.message = STR("a\xff" "b\xe2\x82");
+    assert_int_equal(pd_error_encode(&er, &b, &e), 0);
+    assert_int_equal(pd_error_decode(b.p, b.n, &a, &out, &e), 0);
+    assert_true(pd_str_eq(out.message, "a\xef\xbf\xbd" "b\xef\xbf\xbd\xef\xbf\xbd"));
+    pd_buf_free(&b);
+    pd_arena_free(&a);
+}
+
 static void a_decoded_record_outlives_its_bytes(void **state)
 {
     struct pd_buf b = { 0 }, again = { 0 };
@@ -331,7 +345,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(bad_requests_are_told_by_field), cmocka_unit_test(defaults_are_filled), cmocka_unit_test(forms_that_people_use),
         cmocka_unit_test(unknown_fields_are_carried), cmocka_unit_test(descriptors_that_lie), cmocka_unit_test(encoders_refuse_what_no_reader_could_take),
-        cmocka_unit_test(a_decoded_record_outlives_its_bytes), cmocka_unit_test(a_request_within_has_no_tokens_of_its_own),
+        cmocka_unit_test(an_error_is_always_told), cmocka_unit_test(a_decoded_record_outlives_its_bytes), cmocka_unit_test(a_request_within_has_no_tokens_of_its_own),
         cmocka_unit_test(a_chunk_points_into_its_record), cmocka_unit_test(results_and_kinds) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
