@@ -201,7 +201,7 @@ static void refuse(struct decoder *d, struct dc_run *r, const struct pd_err *why
     struct pd_buf b = { 0 };
     struct pd_err e;
     pd_refusal_log(&r->in.req, why);
-    pd_trace_state(d->trace, r->in.req.run, "failed", r->mode, NULL, 0, why->msg);
+    pd_run_state(d->trace, r->in.req.run, "failed", r->mode, NULL, 0, why->msg);
     d->status = pd_exit_worse(d->status, why->code);
     if (!d->o->text) {
         if (pd_refusal_encode(&r->in.req, why, "abort", d->rt->worker, false, &b, &e) < 0)
@@ -247,7 +247,7 @@ static void choice_done(struct decoder *d, struct dc_run *r, uint32_t choice, co
         put_result(d, r, choice, reason);
     if (r->n_done < (uint32_t)r->in.req.n)
         return;
-    pd_trace_state(d->trace, r->in.req.run, "completed", r->mode, NULL, 0, NULL);
+    pd_run_state(d->trace, r->in.req.run, "completed", r->mode, NULL, 0, NULL);
     if (!d->o->text)
         run_free(d, r);
 }
@@ -289,7 +289,7 @@ static void submit(struct decoder *d, struct dc_run *r, uint32_t *blocks, uint32
     }
     r->submitted = true;
     d->n_active++;
-    pd_trace_state(d->trace, r->in.req.run, blocks ? "decode_started" : "prefill_started", r->mode, NULL, 0, NULL);
+    pd_run_state(d->trace, r->in.req.run, blocks ? "decode_started" : "prefill_started", r->mode, NULL, 0, NULL);
     int rc = pd_batch_submit(d->batch, &j, &run, &e);
     if (rc < 0) {
         d->n_active--;
@@ -312,7 +312,7 @@ static void take_request(struct decoder *d, const struct pd_rec *rec)
         refuse(d, r, &e);
         return;
     }
-    pd_trace_state(d->trace, r->in.req.run, "accepted", "local", NULL, 0, NULL);
+    pd_run_state(d->trace, r->in.req.run, "accepted", "local", NULL, 0, NULL);
     submit(d, r, NULL, 0);
 }
 
@@ -392,7 +392,7 @@ static void take_offer(struct decoder *d, const struct pd_rec *rec)
         refuse(d, r, &e);
         return;
     }
-    pd_trace_state(d->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
+    pd_run_state(d->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
     switch (pd_fp_compare(r->desc.fp_fields, (struct pd_bin){ d->rt->fp.map.p, d->rt->fp.map.n }, &e)) {
     case PD_FP_DIFFERS:
         reject_kv(d, r, &e);
@@ -487,7 +487,7 @@ static void fall_back(struct decoder *d, struct dc_run *r)
     }
     snprintf(r->fallback, n, "%s: %s", kind, why->msg);
     r->mode = "local";
-    pd_trace_state(d->trace, r->in.req.run, "fallback", "local", r->desc.gen, 0, r->fallback);
+    pd_run_state(d->trace, r->in.req.run, "fallback", "local", r->desc.gen, 0, r->fallback);
     submit(d, r, NULL, 0);
 }
 
@@ -571,7 +571,7 @@ static void take_kv(struct decoder *d, const struct pd_rec *rec)
     }
     r->kv_bytes = pd_import_bytes(r->import);
     r->kv_us = pd_import_us(r->import);
-    pd_trace_state(d->trace, r->desc.run, "kv_transfer_completed", "remote", r->desc.gen, r->kv_bytes, NULL);
+    pd_run_state(d->trace, r->desc.run, "kv_transfer_completed", "remote", r->desc.gen, r->kv_bytes, NULL);
     uint32_t n, *blocks = pd_import_take(r->import, &n);
     pd_import_free(r->import);
     r->import = NULL;

@@ -74,7 +74,7 @@ static void refuse(struct prefiller *p, const struct pd_request *req, const stru
     struct pd_buf b = { 0 };
     struct pd_err e;
     pd_refusal_log(req, why);
-    pd_trace_state(p->trace, req->run, "failed", "remote", NULL, 0, why->msg);
+    pd_run_state(p->trace, req->run, "failed", "remote", NULL, 0, why->msg);
     p->status = pd_exit_worse(p->status, why->code);
     if (p->dumping)
         return;
@@ -181,7 +181,7 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
             fatal(p, &e);
             return;
         }
-        pd_trace_state(p->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
+        pd_run_state(p->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
     }
     uint32_t bs = r->desc.layout.block_size;
     for (; r->sent[layer] < r->plan.n_ranges; r->sent[layer]++) {
@@ -216,14 +216,14 @@ static void complete(struct prefiller *p, struct pf_run *r)
     int rc;
     r->desc.first = r->first;
     r->desc.n_first = (uint32_t)r->in.req.n;
-    pd_trace_state(p->trace, r->desc.run, "prefill_completed", "remote", r->desc.gen, 0, NULL);
+    pd_run_state(p->trace, r->desc.run, "prefill_completed", "remote", r->desc.gen, 0, NULL);
     if ((rc = stage_times(r, &e)) == 0)
         rc = p->dumping ? pd_publish_dump(p->pub, &r->desc, pd_seq_blocks(&r->run->seq[0]), (const uint8_t (*)[16])r->hashes,
                                           r->desc.n_tokens / r->desc.layout.block_size, &e)
                         : put_desc(p, r, false, &e);
     if (rc < 0)
         fatal(p, &e);
-    pd_trace_state(p->trace, r->desc.run, "kv_published", "remote", r->desc.gen, r->plan.bytes, NULL);
+    pd_run_state(p->trace, r->desc.run, "kv_published", "remote", r->desc.gen, r->plan.bytes, NULL);
     p->tokens_done += r->desc.n_tokens;
 }
 
@@ -263,7 +263,7 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
     int rc = pd_intake_take(p->rt, rec->p, rec->n, p->o->seed, &r->in, e);
     if (rc < 0)
         goto refused;
-    pd_trace_state(p->trace, r->in.req.run, "accepted", "remote", NULL, 0, NULL);
+    pd_run_state(p->trace, r->in.req.run, "accepted", "remote", NULL, 0, NULL);
     if ((rc = describe(p, r, e)) < 0)
         goto refused;
     if (!(r->first = pd_arena_alloc(&r->in.mem, (size_t)r->in.req.n, sizeof *r->first, e)))
@@ -272,7 +272,7 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
     if ((rc = pd_batch_submit(p->batch, &j, &run, e)) < 0)
         goto refused;
     r->run = run;
-    pd_trace_state(p->trace, r->desc.run, "prefill_started", "remote", r->desc.gen, 0, NULL);
+    pd_run_state(p->trace, r->desc.run, "prefill_started", "remote", r->desc.gen, 0, NULL);
     return;
 refused:
     refuse(p, &r->in.req, e);

@@ -57,6 +57,15 @@ int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, cons
     return rc;
 }
 
+void pd_run_state(struct pd_trace *t, const char *run, const char *state, const char *where, const uint8_t *gen, uint64_t bytes, const char *cause)
+{
+    pd_trace_state(t, run, state, where, gen, bytes, cause);
+    if (pd_log_verbose() && bytes)
+        pd_info("run %s: %s (%s), %llu bytes", run, state, where, (unsigned long long)bytes);
+    else if (pd_log_verbose())
+        pd_info("run %s: %s (%s)%s%s", run, state, where, cause ? ": " : "", cause ? cause : "");
+}
+
 void pd_refusal_log(const struct pd_request *r, const struct pd_err *why)
 {
     char id[80];

@@ -19,6 +19,8 @@ void pd_intake_free(struct pd_intake *in);
 int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const char *worker, bool prefill, struct pd_buf *b, struct pd_err *e);
 /* Writes the records that lie one after the other in p[0..n). */
 int pd_put_records(struct pd_wstream *w, const uint8_t *p, size_t n, struct pd_err *e);
+/* A step of a run's life: into the trace, and to a person under -v. */
+void pd_run_state(struct pd_trace *t, const char *run, const char *state, const char *where, const uint8_t *gen, uint64_t bytes, const char *cause);
 /* Tells a person: "run 01J... (id a): message". */
 void pd_refusal_log(const struct pd_request *r, const struct pd_err *why);
 #endif
