@@ -7,10 +7,9 @@
  * keys sit in lanes and one conversion serves every row and head of the call. Query vectors go in tiles of VT through both products; no
  * result depends on the tile. Vector t of a call is row row0 + t / n_group, head t % n_group.
  */
-#include <math.h>
 #include "kern.h"
 
-enum { SEG = PD_ATTN_SEG, PANEL = 32, ROWS = 32 };      /* ROWS: query rows that share a conversion */
+enum { SEG = PD_ATTN_SEG, PANEL = 32, ROWS = 64, HD_MAX = 256 };     /* ROWS: query rows that share a conversion */
 #if defined(PD_ISA_AVX512)
 enum { VT = 6, NV = 2, DV = 4 };        /* query vectors a tile, key vectors at once, output vectors at once */
 #elif defined(PD_ISA_AVX2)
@@ -19,25 +18,51 @@ enum { VT = 6, NV = 1, DV = 1 };
 enum { VT = 1, NV = 1, DV = 1 };
 #endif
 
-struct seg {                    /* one segment in hand */
+struct seg {                    /* one segment in hand, all in scratch */
     const struct pd_attn *a;
     int first, n;               /* absolute position of its first key; keys that some row of the call may see */
-    float *kt, *v;              /* [SEG/PANEL][head_dim][PANEL], [SEG][head_dim] */
+    const uint8_t **k, **v;     /* [SEG] rows as they lie in the blocks; past n, rounded up to whole panels, k points at zeros */
+    float *kt, *vf;             /* [SEG/PANEL][head_dim][PANEL], [SEG][head_dim] */
+    float *sc, *acc, *M, *L;    /* [max(VT, n_group)][SEG], [VT][head_dim], [ROWS * n_group] each */
 };
 
 size_t K(attn_scratch)(int head_dim, int n_group)
 {
-    size_t floats = 2 * (size_t)SEG * (size_t)head_dim          /* the segment's K^T and V */
-                  + (size_t)VT * (SEG + (size_t)head_dim)       /* scores and accumulators of a tile */
-                  + 2 * ROWS * (size_t)n_group;                 /* running maximum and sum */
-    return (floats * 4 + 63) & ~(size_t)63;
+    const size_t hd = (size_t)head_dim, vecs = n_group > VT ? (size_t)n_group : VT;
+    return (2 * SEG * sizeof(uint8_t *) + (2 * SEG * hd + vecs * SEG + VT * hd + 2 * ROWS * (size_t)n_group) * sizeof(float) + 63) & ~(size_t)63;
 }
 
-INL size_t kv_size(enum pd_dtype t) { return t == PD_F32 ? 4 : 2; }
-
-INL const uint8_t *kv_row(const struct pd_attn *a, size_t off, int pos)
+static void carve(struct seg *s, void *scratch, int head_dim, int n_group)
 {
-    return a->blk[pos / a->block_size] + off + (size_t)(pos % a->block_size) * (size_t)a->head_dim * kv_size(a->kv_dtype);
+    const size_t hd = (size_t)head_dim, vecs = n_group > VT ? (size_t)n_group : VT;
+    s->k = scratch;
+    s->v = s->k + SEG;
+    s->kt = (float *)(void *)(s->v + SEG);
+    s->vf = s->kt + SEG * hd;
+    s->sc = s->vf + SEG * hd;
+    s->acc = s->sc + vecs * SEG;
+    s->M = s->acc + VT * hd;
+    s->L = s->M + ROWS * (size_t)n_group;
+}
+
+/* Where the rows of the segment are. */
+static void find_rows(struct seg *s)
+{
+    static const uint8_t zeros[HD_MAX * 4];
+    const struct pd_attn *a = s->a;
+    const size_t row = (size_t)a->head_dim * (a->kv_dtype == PD_F32 ? 4 : 2);
+    int b = s->first / a->block_size, o = s->first % a->block_size;
+    for (int i = 0; i < s->n; i++) {
+        const uint8_t *at = a->blk[b] + (size_t)o * row;
+        s->k[i] = at + a->k_off;
+        s->v[i] = at + a->v_off;
+        if (++o == a->block_size) {
+            o = 0;
+            b++;
+        }
+    }
+    for (int i = s->n; i % PANEL; i++)
+        s->k[i] = zeros;
 }
 
 INL vf kv_load(const uint8_t *row, enum pd_dtype t, int d)
@@ -46,122 +71,175 @@ INL vf kv_load(const uint8_t *row, enum pd_dtype t, int d)
                                                                                         : vf_load((const float *)(const void *)row + d);
 }
 
-/* K of the segment into panels, V into rows; lanes past the last key are zero and are never used. */
-static void load_seg(const struct seg *s)
+/* 32 keys into a panel, [head_dim][PANEL] floats. Sixteen-bit types are turned as eight by eight within each 128 bits (lane j holds keys 8j .. 8j+7). */
+#if defined(PD_ISA_AVX512)
+INL __m512i four(const uint8_t *const *k, size_t at)
 {
-    const struct pd_attn *a = s->a;
-    const int hd = a->head_dim;
-    for (int i = 0; i < s->n; i++) {
-        const uint8_t *k = kv_row(a, a->k_off, s->first + i), *v = kv_row(a, a->v_off, s->first + i);
-        float *kt = s->kt + (size_t)(i / PANEL) * PANEL * hd + i % PANEL;
-        for (int d = 0; d < hd; d += 16) {
-            float t[16];
-            vf_store(t, kv_load(k, a->kv_dtype, d));
+    __m512i z = _mm512_castsi128_si512(_mm_loadu_si128((const void *)(k[0] + at)));
+    z = _mm512_inserti32x4(z, _mm_loadu_si128((const void *)(k[8] + at)), 1);
+    z = _mm512_inserti32x4(z, _mm_loadu_si128((const void *)(k[16] + at)), 2);
+    return _mm512_inserti32x4(z, _mm_loadu_si128((const void *)(k[24] + at)), 3);
+}
+#define WIDE_T __m512i
+#define WIDE(op) _mm512_##op
+#define WIDE_LOAD(k, at) four(k, at)
+#define WIDE_STEP 32
+INL void put_keys(float *kt, __m512i z, enum pd_dtype t)
+{
+    __m256i lo = _mm512_castsi512_si256(z), hi = _mm512_extracti64x4_epi64(z, 1);
+    if (t == PD_F16) {
+        _mm512_storeu_ps(kt, _mm512_cvtph_ps(lo));
+        _mm512_storeu_ps(kt + 16, _mm512_cvtph_ps(hi));
+    } else {
+        _mm512_storeu_si512(kt, _mm512_slli_epi32(_mm512_cvtepu16_epi32(lo), 16));
+        _mm512_storeu_si512(kt + 16, _mm512_slli_epi32(_mm512_cvtepu16_epi32(hi), 16));
+    }
+}
+#elif defined(PD_ISA_AVX2)
+#define WIDE_T __m128i
+#define WIDE(op) _mm_##op
+#define WIDE_LOAD(k, at) _mm_loadu_si128((const void *)((k)[0] + (at)))
+#define WIDE_STEP 8
+INL void put_keys(float *kt, __m128i z, enum pd_dtype t)
+{
+    if (t == PD_F16)
+        _mm256_storeu_ps(kt, _mm256_cvtph_ps(z));
+    else
+        _mm256_storeu_si256((void *)kt, _mm256_slli_epi32(_mm256_cvtepu16_epi32(z), 16));
+}
+#endif
+
+#if defined(WIDE_T)
+INL void turn16(const uint8_t *const *k, int hd, enum pd_dtype t, float *kt)
+{
+    for (int i = 0; i < PANEL; i += WIDE_STEP)
+        for (int d = 0; d < hd; d += 8) {
+            WIDE_T a[8], b[8];
+            for (int j = 0; j < 8; j++)
+                a[j] = WIDE_LOAD(k + i + j, (size_t)d * 2);
+            for (int j = 0; j < 8; j += 2) {            /* pairs of keys */
+                b[j] = WIDE(unpacklo_epi16)(a[j], a[j + 1]);
+                b[j + 1] = WIDE(unpackhi_epi16)(a[j], a[j + 1]);
+            }
+            for (int j = 0; j < 8; j += 4)              /* fours */
+                for (int h = 0; h < 2; h++) {
+                    a[j + 2 * h] = WIDE(unpacklo_epi32)(b[j + h], b[j + 2 + h]);
+                    a[j + 2 * h + 1] = WIDE(unpackhi_epi32)(b[j + h], b[j + 2 + h]);
+                }
+            for (int h = 0; h < 4; h++) {               /* eights */
+                put_keys(kt + (d + 2 * h) * PANEL + i, WIDE(unpacklo_epi64)(a[h], a[h + 4]), t);
+                put_keys(kt + (d + 2 * h + 1) * PANEL + i, WIDE(unpackhi_epi64)(a[h], a[h + 4]), t);
+            }
+        }
+}
+#endif
+
+static void load_panel(const uint8_t *const *k, int hd, enum pd_dtype t, float *kt)
+{
+#if defined(WIDE_T)
+    if (t == PD_F16) {
+        turn16(k, hd, PD_F16, kt);
+        return;
+    }
+    if (t == PD_BF16) {
+        turn16(k, hd, PD_BF16, kt);
+        return;
+    }
+#endif
+    for (int d = 0; d < hd; d += 16)
+        for (int i = 0; i < PANEL; i++) {
+            float x[16];
+            vf_store(x, kv_load(k[i], t, d));
             for (int l = 0; l < 16; l++)
-                kt[(d + l) * PANEL] = t[l];
-            vf_store(s->v + (size_t)i * hd + d, kv_load(v, a->kv_dtype, d));
-        }
-    }
-    for (int i = s->n; i % PANEL; i++) {
-        float *kt = s->kt + (size_t)(i / PANEL) * PANEL * hd + i % PANEL;
-        for (int d = 0; d < hd; d++)
-            kt[d * PANEL] = 0;
-    }
-}
-
-/* sc[t][0..n) = scale * q[t] . K, whole panels */
-TILE_INL void scores(const int T, const struct seg *s, const float *const *q, float *sc)
-{
-    const int hd = s->a->head_dim;
-    const vf scale = vf_set1(s->a->scale);
-    for (int p = 0; p < s->n; p += PANEL)
-        for (int v0 = 0; v0 < PANEL / 16; v0 += NV) {
-            const float *kt = s->kt + (size_t)p * hd + v0 * 16;
-            vf acc[VT][NV];
-            for (int t = 0; t < T; t++)
-                for (int v = 0; v < NV; v++)
-                    acc[t][v] = vf_set1(0);
-            for (int d = 0; d < hd; d++) {
-                vf k[NV];
-                for (int v = 0; v < NV; v++)
-                    k[v] = vf_load(kt + d * PANEL + v * 16);
-                for (int t = 0; t < T; t++) {
-                    vf x = vf_set1(q[t][d]);
-                    for (int v = 0; v < NV; v++)
-                        acc[t][v] = vf_fma(x, k[v], acc[t][v]);
-                }
-            }
-            for (int t = 0; t < T; t++)
-                for (int v = 0; v < NV; v++)
-                    vf_store(sc + t * SEG + p + (v0 + v) * 16, vf_mul(acc[t][v], scale));
+                kt[(d + l) * PANEL + i] = x[l];
         }
 }
 
-/* acc[t][d] = fma over the keys; the first `common` for all T vectors together, the rest of each alone */
-TILE_INL void weigh(const int T, const struct seg *s, const float *p, const int *n, int common, float *acc)
+/* sc[t][p .. p+PANEL) = scale * q[t] . K of one panel */
+TILE_INL void scores(const int T, const float *kt, int hd, float factor, const float *const *q, float *sc)
 {
-    const int hd = s->a->head_dim;
-    for (int d0 = 0; d0 < hd; d0 += 16 * DV) {
-        const int dv = hd - d0 < 16 * DV ? (hd - d0) / 16 : DV;
-        if (dv == DV) {
-            vf o[VT][DV];
-            for (int t = 0; t < T; t++)
-                for (int v = 0; v < DV; v++)
-                    o[t][v] = vf_set1(0);
-            for (int i = 0; i < common; i++) {
-                vf x[DV];
-                for (int v = 0; v < DV; v++)
-                    x[v] = vf_load(s->v + (size_t)i * hd + d0 + v * 16);
-                for (int t = 0; t < T; t++) {
-                    vf w = vf_set1(p[t * SEG + i]);
-                    for (int v = 0; v < DV; v++)
-                        o[t][v] = vf_fma(w, x[v], o[t][v]);
-                }
+    const vf scale = vf_set1(factor);
+    for (int v0 = 0; v0 < PANEL / 16; v0 += NV) {
+        vf acc[VT][NV];
+        for (int t = 0; t < T; t++)
+            for (int v = 0; v < NV; v++)
+                acc[t][v] = vf_set1(0);
+        for (int d = 0; d < hd; d++) {
+            vf k[NV];
+            for (int v = 0; v < NV; v++)
+                k[v] = vf_load(kt + d * PANEL + (v0 + v) * 16);
+            for (int t = 0; t < T; t++) {
+                vf x = vf_set1(q[t][d]);
+                for (int v = 0; v < NV; v++)
+                    acc[t][v] = vf_fma(x, k[v], acc[t][v]);
             }
-            for (int t = 0; t < T; t++)
-                for (int v = 0; v < DV; v++)
-                    vf_store(acc + (size_t)t * hd + d0 + v * 16, o[t][v]);
-        } else {
-            for (int t = 0; t < T; t++)
-                for (int v = 0; v < dv; v++) {
-                    vf o = vf_set1(0);
-                    for (int i = 0; i < common; i++)
-                        o = vf_fma(vf_set1(p[t * SEG + i]), vf_load(s->v + (size_t)i * hd + d0 + v * 16), o);
-                    vf_store(acc + (size_t)t * hd + d0 + v * 16, o);
-                }
         }
+        for (int t = 0; t < T; t++)
+            for (int v = 0; v < NV; v++)
+                vf_store(sc + t * SEG + (v0 + v) * 16, vf_mul(acc[t][v], scale));
     }
+}
+
+/* acc[t][d] = fma over the keys in order: the first `common` for all T vectors together, the rest of each alone. V in type t. */
+TILE_INL void weigh(const int T, const uint8_t *const *rows, const enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc)
+{
+    int d0 = 0;
+    for (; d0 + 16 * DV <= hd; d0 += 16 * DV) {
+        vf o[VT][DV];
+        for (int t = 0; t < T; t++)
+            for (int v = 0; v < DV; v++)
+                o[t][v] = vf_set1(0);
+        for (int i = 0; i < common; i++) {
+            vf x[DV];
+            for (int v = 0; v < DV; v++)
+                x[v] = kv_load(rows[i], type, d0 + v * 16);
+            for (int t = 0; t < T; t++) {
+                vf w = vf_set1(p[t * SEG + i]);
+                for (int v = 0; v < DV; v++)
+                    o[t][v] = vf_fma(w, x[v], o[t][v]);
+            }
+        }
+        for (int t = 0; t < T; t++)
+            for (int v = 0; v < DV; v++)
+                vf_store(acc + (size_t)t * hd + d0 + v * 16, o[t][v]);
+    }
+    for (; d0 < hd; d0 += 16)
+        for (int t = 0; t < T; t++) {
+            vf o = vf_set1(0);
+            for (int i = 0; i < common; i++)
+                o = vf_fma(vf_set1(p[t * SEG + i]), kv_load(rows[i], type, d0), o);
+            vf_store(acc + (size_t)t * hd + d0, o);
+        }
     for (int t = 0; t < T; t++)
         for (int i = common; i < n[t]; i++)
             for (int d = 0; d < hd; d += 16) {
                 float *o = acc + (size_t)t * hd + d;
-                vf_store(o, vf_fma(vf_set1(p[t * SEG + i]), vf_load(s->v + (size_t)i * hd + d), vf_load(o)));
+                vf_store(o, vf_fma(vf_set1(p[t * SEG + i]), kv_load(rows[i], type, d), vf_load(o)));
             }
 }
 
-/* T query vectors over the segment, of which vector t sees n[t] > 0 keys: maxima, sums and accumulators */
-TILE_INL void part(const int T, const struct seg *s, const float *const *q, const int *n, float *sc, float *m, float *l, float *acc)
-{
-    scores(T, s, q, sc);
-    int common = n[0];
-    for (int t = 0; t < T; t++) {
-        m[t] = K(max)(sc + t * SEG, n[t]);
-        K(exp_sub)(sc + t * SEG, sc + t * SEG, n[t], m[t], &l[t]);
-        common = n[t] < common ? n[t] : common;
+#define TILE(T) \
+    static __attribute__((noinline)) void scores_##T(const float *kt, int hd, float factor, const float *const *q, float *sc) \
+    { scores(T, kt, hd, factor, q, sc); } \
+    static __attribute__((noinline)) void weigh_##T(const uint8_t *const *rows, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc) \
+    { \
+        if (type == PD_F16) \
+            weigh(T, rows, PD_F16, hd, p, n, common, acc); \
+        else if (type == PD_BF16) \
+            weigh(T, rows, PD_BF16, hd, p, n, common, acc); \
+        else \
+            weigh(T, rows, PD_F32, hd, p, n, common, acc); \
     }
-    weigh(T, s, sc, n, common, acc);
-}
-
-#define PART(T) \
-    static __attribute__((noinline)) void part_##T(const struct seg *s, const float *const *q, const int *n, float *sc, float *m, float *l, float *acc) \
-    { part(T, s, q, n, sc, m, l, acc); }
-typedef void part_fn(const struct seg *s, const float *const *q, const int *n, float *sc, float *m, float *l, float *acc);
-PART(1)
+typedef void scores_fn(const float *kt, int hd, float factor, const float *const *q, float *sc);
+typedef void weigh_fn(const uint8_t *const *rows, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc);
+TILE(1)
 #if defined(PD_ISA_AVX2) || defined(PD_ISA_AVX512)
-PART(2) PART(3) PART(4) PART(5) PART(6)
-static part_fn *const parts_fn[VT + 1] = { NULL, part_1, part_2, part_3, part_4, part_5, part_6 };
+TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+static scores_fn *const scores_of[VT + 1] = { NULL, scores_1, scores_2, scores_3, scores_4, scores_5, scores_6 };
+static weigh_fn *const weigh_of[VT + 1] = { NULL, weigh_1, weigh_2, weigh_3, weigh_4, weigh_5, weigh_6 };
 #else
-static part_fn *const parts_fn[VT + 1] = { NULL, part_1 };
+static scores_fn *const scores_of[VT + 1] = { NULL, scores_1 };
+static weigh_fn *const weigh_of[VT + 1] = { NULL, weigh_1 };
 #endif
 
 INL float exp1(float x) { float t[16]; vf_store(t, vf_exp(vf_set1(x))); return t[0]; }
@@ -191,35 +269,53 @@ INL void finish(float *O, float L, int hd)
 }
 
 /* At most ROWS rows: all segments that they see, the running output kept in a->out. */
-static void attn_rows(const struct pd_attn *a, int row0, int row1, float *scratch)
+static void attn_rows(const struct pd_attn *a, int row0, int row1, void *scratch)
 {
     const int hd = a->head_dim, n_vec = (row1 - row0) * a->n_group, last = a->pos0 + row1 - 1;
-    struct seg s = { .a = a, .kt = scratch, .v = scratch + (size_t)SEG * hd };
-    float *sc = s.v + (size_t)SEG * hd, *acc = sc + VT * SEG, *M = acc + (size_t)VT * hd, *L = M + ROWS * a->n_group;
+    /* few vectors: V is widened as it is used; many: once */
+    const int widen_v = n_vec > VT && a->kv_dtype != PD_F32;
+    struct seg s = { .a = a };
+    carve(&s, scratch, hd, a->n_group);
     for (s.first = 0; s.first <= last; s.first += SEG) {
         s.n = last + 1 - s.first < SEG ? last + 1 - s.first : SEG;
-        load_seg(&s);
+        find_rows(&s);
+        for (int p = 0; p < s.n; p += PANEL)
+            load_panel(s.k + p, hd, a->kv_dtype, s.kt + (size_t)p * hd);
+        for (int i = 0; widen_v && i < s.n; i++) {
+            float *v = s.vf + (size_t)i * hd;
+            for (int d = 0; d < hd; d += 16)
+                vf_store(v + d, kv_load(s.v[i], a->kv_dtype, d));
+            s.v[i] = (const uint8_t *)v;
+        }
         /* rows before the segment's first position see none of it */
         int skip = s.first - a->pos0 - row0;
         for (int t0 = skip > 0 ? skip * a->n_group : 0; t0 < n_vec; t0 += VT) {
             const int T = n_vec - t0 < VT ? n_vec - t0 : VT;
             const float *q[VT];
             float m[VT], l[VT];
-            int n[VT];
+            int n[VT], least = SEG, most = 0;
             for (int t = 0; t < T; t++) {
                 int row = row0 + (t0 + t) / a->n_group;
                 q[t] = a->q + (size_t)row * a->q_stride + (size_t)((t0 + t) % a->n_group) * hd;
                 n[t] = a->pos0 + row + 1 - s.first < SEG ? a->pos0 + row + 1 - s.first : SEG;
+                least = n[t] < least ? n[t] : least;
+                most = n[t] > most ? n[t] : most;
             }
-            parts_fn[T](&s, q, n, sc, m, l, acc);
+            for (int p = 0; p < most; p += PANEL)
+                scores_of[T](s.kt + (size_t)p * hd, hd, a->scale, q, s.sc + p);
+            for (int t = 0; t < T; t++) {
+                m[t] = K(max)(s.sc + t * SEG, n[t]);
+                K(exp_sub)(s.sc + t * SEG, s.sc + t * SEG, n[t], m[t], &l[t]);
+            }
+            weigh_of[T](s.v, widen_v ? PD_F32 : a->kv_dtype, hd, s.sc, n, least, s.acc);
             for (int t = 0; t < T; t++) {
                 float *O = a->out + (size_t)(row0 + (t0 + t) / a->n_group) * a->out_stride + (size_t)((t0 + t) % a->n_group) * hd;
-                merge(&M[t0 + t], &L[t0 + t], O, m[t], l[t], acc + (size_t)t * hd, hd, !s.first);
+                merge(&s.M[t0 + t], &s.L[t0 + t], O, m[t], l[t], s.acc + (size_t)t * hd, hd, !s.first);
             }
         }
     }
     for (int t = 0; t < n_vec; t++)
-        finish(a->out + (size_t)(row0 + t / a->n_group) * a->out_stride + (size_t)(t % a->n_group) * hd, L[t], hd);
+        finish(a->out + (size_t)(row0 + t / a->n_group) * a->out_stride + (size_t)(t % a->n_group) * hd, s.L[t], hd);
 }
 
 void K(attn)(const struct pd_attn *a, int row0, int row1, void *scratch)
@@ -231,26 +327,32 @@ void K(attn)(const struct pd_attn *a, int row0, int row1, void *scratch)
 void K(attn_seg)(const struct pd_attn *a, int seg, float *out, void *scratch)
 {
     const int hd = a->head_dim, last = a->pos0;
-    struct seg s = { .a = a, .first = seg * SEG, .kt = scratch, .v = (float *)scratch + (size_t)SEG * hd };
-    float *sc = s.v + (size_t)SEG * hd, *acc = sc + VT * SEG;
+    struct seg s = { .a = a, .first = seg * SEG };
+    carve(&s, scratch, hd, a->n_group);
     s.n = last + 1 - s.first < SEG ? last + 1 - s.first : SEG;
-    load_seg(&s);
+    find_rows(&s);
+    for (int p = 0; p < s.n; p += PANEL) {              /* a panel is used while it is in the nearest cache */
+        load_panel(s.k + p, hd, a->kv_dtype, s.kt);
+        for (int h0 = 0; h0 < a->n_group; h0 += VT) {
+            const int T = a->n_group - h0 < VT ? a->n_group - h0 : VT;
+            const float *q[VT];
+            for (int t = 0; t < T; t++)
+                q[t] = a->q + (size_t)(h0 + t) * hd;
+            scores_of[T](s.kt, hd, a->scale, q, s.sc + h0 * SEG + p);
+        }
+    }
     for (int h0 = 0; h0 < a->n_group; h0 += VT) {
         const int T = a->n_group - h0 < VT ? a->n_group - h0 : VT;
-        const float *q[VT];
-        float m[VT], l[VT];
         int n[VT];
         for (int t = 0; t < T; t++) {
-            q[t] = a->q + (size_t)(h0 + t) * hd;
+            float *o = out + (size_t)(h0 + t) * (2 + (size_t)hd), *sc = s.sc + (h0 + t) * SEG;
             n[t] = s.n;
+            o[0] = K(max)(sc, s.n);
+            K(exp_sub)(sc, sc, s.n, o[0], &o[1]);
         }
-        parts_fn[T](&s, q, n, sc, m, l, acc);
-        for (int t = 0; t < T; t++) {
-            float *o = out + (size_t)(h0 + t) * (2 + (size_t)hd);
-            o[0] = m[t];
-            o[1] = l[t];
-            memcpy(o + 2, acc + (size_t)t * hd, (size_t)hd * 4);
-        }
+        weigh_of[T](s.v, a->kv_dtype, hd, s.sc + h0 * SEG, n, s.n, s.acc);
+        for (int t = 0; t < T; t++)
+            memcpy(out + (size_t)(h0 + t) * (2 + (size_t)hd) + 2, s.acc + (size_t)t * hd, (size_t)hd * 4);
     }
 }
 
