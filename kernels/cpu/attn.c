@@ -45,6 +45,22 @@ static void carve(struct seg *s, void *scratch, int head_dim, int n_group)
     s->L = s->M + ROWS * (size_t)n_group;
 }
 
+/* Rows to ask for ahead of their use, a cache line at a time between other work: a head's rows lie in short runs, one a block, which the
+ * processor's own prefetching does not follow, and many requests at once would wait for each other. */
+struct ahead { const uint8_t *const *row, *const *end; size_t at, bytes; };
+
+INL void ask(struct ahead *f)
+{
+    if (f->row >= f->end)
+        return;
+    __builtin_prefetch(*f->row + f->at, 0, 2);
+    f->at += 64;
+    if (f->at >= f->bytes) {
+        f->at = 0;
+        f->row++;
+    }
+}
+
 /* Where the rows of the segment are. */
 static void find_rows(struct seg *s)
 {
@@ -71,52 +87,39 @@ INL vf kv_load(const uint8_t *row, enum pd_dtype t, int d)
                                                                                         : vf_load((const float *)(const void *)row + d);
 }
 
-/* 32 keys into a panel, [head_dim][PANEL] floats. Sixteen-bit types are turned as eight by eight within each 128 bits (lane j holds keys 8j .. 8j+7). */
+/* A panel of 32 keys turned to [head_dim][PANEL], in the KV's own type. Sixteen-bit types go eight by eight within each 128 bits (lane j holds keys
+ * 8j .. 8j+7). */
 #if defined(PD_ISA_AVX512)
-INL __m512i four(const uint8_t *const *k, size_t at)
+INL __m512i four(const uint8_t *const *k, int step, size_t at)
 {
     __m512i z = _mm512_castsi128_si512(_mm_loadu_si128((const void *)(k[0] + at)));
-    z = _mm512_inserti32x4(z, _mm_loadu_si128((const void *)(k[8] + at)), 1);
-    z = _mm512_inserti32x4(z, _mm_loadu_si128((const void *)(k[16] + at)), 2);
-    return _mm512_inserti32x4(z, _mm_loadu_si128((const void *)(k[24] + at)), 3);
+    z = _mm512_mask_broadcast_i32x4(z, 0x00f0, _mm_loadu_si128((const void *)(k[step] + at)));
+    z = _mm512_mask_broadcast_i32x4(z, 0x0f00, _mm_loadu_si128((const void *)(k[2 * step] + at)));
+    return _mm512_mask_broadcast_i32x4(z, 0xf000, _mm_loadu_si128((const void *)(k[3 * step] + at)));
 }
 #define WIDE_T __m512i
 #define WIDE(op) _mm512_##op
-#define WIDE_LOAD(k, at) four(k, at)
-#define WIDE_STEP 32
-INL void put_keys(float *kt, __m512i z, enum pd_dtype t)
-{
-    __m256i lo = _mm512_castsi512_si256(z), hi = _mm512_extracti64x4_epi64(z, 1);
-    if (t == PD_F16) {
-        _mm512_storeu_ps(kt, _mm512_cvtph_ps(lo));
-        _mm512_storeu_ps(kt + 16, _mm512_cvtph_ps(hi));
-    } else {
-        _mm512_storeu_si512(kt, _mm512_slli_epi32(_mm512_cvtepu16_epi32(lo), 16));
-        _mm512_storeu_si512(kt + 16, _mm512_slli_epi32(_mm512_cvtepu16_epi32(hi), 16));
-    }
-}
+#define WIDE_LOAD(k, step, at) four(k, step, at)
+#define WIDE_STORE(p, z) _mm512_storeu_si512(p, z)
+enum { LANES = 4 };
 #elif defined(PD_ISA_AVX2)
 #define WIDE_T __m128i
 #define WIDE(op) _mm_##op
-#define WIDE_LOAD(k, at) _mm_loadu_si128((const void *)((k)[0] + (at)))
-#define WIDE_STEP 8
-INL void put_keys(float *kt, __m128i z, enum pd_dtype t)
-{
-    if (t == PD_F16)
-        _mm256_storeu_ps(kt, _mm256_cvtph_ps(z));
-    else
-        _mm256_storeu_si256((void *)kt, _mm256_slli_epi32(_mm256_cvtepu16_epi32(z), 16));
-}
+#define WIDE_LOAD(k, step, at) _mm_loadu_si128((const void *)((k)[0] + (at)))
+#define WIDE_STORE(p, z) _mm_storeu_si128((void *)(p), z)
+enum { LANES = 1 };
 #endif
 
-#if defined(WIDE_T)
-INL void turn16(const uint8_t *const *k, int hd, enum pd_dtype t, float *kt)
+static void turn16(const uint8_t *const *k, int hd, uint16_t *kt, struct ahead f)
 {
-    for (int i = 0; i < PANEL; i += WIDE_STEP)
+#if defined(WIDE_T)
+    for (int i = 0; i < PANEL; i += 8 * LANES)
         for (int d = 0; d < hd; d += 8) {
             WIDE_T a[8], b[8];
+            for (int j = 0; j < 2 * LANES; j++)     /* over the whole panel its size in lines */
+                ask(&f);
             for (int j = 0; j < 8; j++)
-                a[j] = WIDE_LOAD(k + i + j, (size_t)d * 2);
+                a[j] = WIDE_LOAD(k + i + j, 8, (size_t)d * 2);
             for (int j = 0; j < 8; j += 2) {            /* pairs of keys */
                 b[j] = WIDE(unpacklo_epi16)(a[j], a[j + 1]);
                 b[j + 1] = WIDE(unpackhi_epi16)(a[j], a[j + 1]);
@@ -127,36 +130,65 @@ INL void turn16(const uint8_t *const *k, int hd, enum pd_dtype t, float *kt)
                     a[j + 2 * h + 1] = WIDE(unpackhi_epi32)(b[j + h], b[j + 2 + h]);
                 }
             for (int h = 0; h < 4; h++) {               /* eights */
-                put_keys(kt + (d + 2 * h) * PANEL + i, WIDE(unpacklo_epi64)(a[h], a[h + 4]), t);
-                put_keys(kt + (d + 2 * h + 1) * PANEL + i, WIDE(unpackhi_epi64)(a[h], a[h + 4]), t);
+                WIDE_STORE(kt + (d + 2 * h) * PANEL + i, WIDE(unpacklo_epi64)(a[h], a[h + 4]));
+                WIDE_STORE(kt + (d + 2 * h + 1) * PANEL + i, WIDE(unpackhi_epi64)(a[h], a[h + 4]));
             }
         }
-}
+#else
+    for (int i = 0; i < PANEL; i++)
+        for (int d = 0; d < hd; d++)
+            memcpy(&kt[d * PANEL + i], k[i] + 2 * d, 2);
 #endif
+}
 
-static void load_panel(const uint8_t *const *k, int hd, enum pd_dtype t, float *kt)
+static void turn32(const uint8_t *const *k, int hd, float *kt, struct ahead f)
 {
 #if defined(WIDE_T)
-    if (t == PD_F16) {
-        turn16(k, hd, PD_F16, kt);
-        return;
-    }
-    if (t == PD_BF16) {
-        turn16(k, hd, PD_BF16, kt);
-        return;
-    }
-#endif
-    for (int d = 0; d < hd; d += 16)
-        for (int i = 0; i < PANEL; i++) {
-            float x[16];
-            vf_store(x, kv_load(k[i], t, d));
-            for (int l = 0; l < 16; l++)
-                kt[(d + l) * PANEL + i] = x[l];
+    for (int i = 0; i < PANEL; i += 4 * LANES)
+        for (int d = 0; d < hd; d += 4) {
+            WIDE_T a[4], b[4];
+            for (int j = 0; j < LANES; j++)
+                ask(&f);
+            for (int j = 0; j < 4; j++)
+                a[j] = WIDE_LOAD(k + i + j, 4, (size_t)d * 4);
+            for (int j = 0; j < 4; j += 2) {
+                b[j] = WIDE(unpacklo_epi32)(a[j], a[j + 1]);
+                b[j + 1] = WIDE(unpackhi_epi32)(a[j], a[j + 1]);
+            }
+            for (int h = 0; h < 2; h++) {
+                WIDE_STORE(kt + (d + 2 * h) * PANEL + i, WIDE(unpacklo_epi64)(b[h], b[h + 2]));
+                WIDE_STORE(kt + (d + 2 * h + 1) * PANEL + i, WIDE(unpackhi_epi64)(b[h], b[h + 2]));
+            }
         }
+#else
+    for (int i = 0; i < PANEL; i++)
+        for (int d = 0; d < hd; d++)
+            memcpy(&kt[d * PANEL + i], k[i] + 4 * d, 4);
+#endif
 }
 
-/* sc[t][p .. p+PANEL) = scale * q[t] . K of one panel */
-TILE_INL void scores(const int T, const float *kt, int hd, float factor, const float *const *q, float *sc)
+INL void turn(const uint8_t *const *k, int hd, enum pd_dtype t, void *kt, struct ahead f)
+{
+    if (t == PD_F32)
+        turn32(k, hd, kt, f);
+    else
+        turn16(k, hd, kt, f);
+}
+
+/* The same, widened to float. raw: room for a panel. */
+static void turn_widened(const uint8_t *const *k, int hd, enum pd_dtype t, float *kt, void *raw)
+{
+    if (t == PD_F32) {
+        turn32(k, hd, kt, (struct ahead){ 0 });
+        return;
+    }
+    turn16(k, hd, raw, (struct ahead){ 0 });
+    for (int i = 0; i < hd * PANEL; i += 16)
+        vf_store(kt + i, kv_load(raw, t, i));
+}
+
+/* sc[t][0 .. PANEL) = scale * q[t] . K of one panel of type t */
+TILE_INL void scores(const int T, const uint8_t *kt, const enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f)
 {
     const vf scale = vf_set1(factor);
     for (int v0 = 0; v0 < PANEL / 16; v0 += NV) {
@@ -166,8 +198,9 @@ TILE_INL void scores(const int T, const float *kt, int hd, float factor, const f
                 acc[t][v] = vf_set1(0);
         for (int d = 0; d < hd; d++) {
             vf k[NV];
+            ask(&f);
             for (int v = 0; v < NV; v++)
-                k[v] = vf_load(kt + d * PANEL + (v0 + v) * 16);
+                k[v] = kv_load(kt, type, d * PANEL + (v0 + v) * 16);
             for (int t = 0; t < T; t++) {
                 vf x = vf_set1(q[t][d]);
                 for (int v = 0; v < NV; v++)
@@ -219,8 +252,15 @@ TILE_INL void weigh(const int T, const uint8_t *const *rows, const enum pd_dtype
 }
 
 #define TILE(T) \
-    static __attribute__((noinline)) void scores_##T(const float *kt, int hd, float factor, const float *const *q, float *sc) \
-    { scores(T, kt, hd, factor, q, sc); } \
+    static __attribute__((noinline)) void scores_##T(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f) \
+    { \
+        if (type == PD_F16) \
+            scores(T, kt, PD_F16, hd, factor, q, sc, f); \
+        else if (type == PD_BF16) \
+            scores(T, kt, PD_BF16, hd, factor, q, sc, f); \
+        else \
+            scores(T, kt, PD_F32, hd, factor, q, sc, f); \
+    } \
     static __attribute__((noinline)) void weigh_##T(const uint8_t *const *rows, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc) \
     { \
         if (type == PD_F16) \
@@ -230,7 +270,7 @@ TILE_INL void weigh(const int T, const uint8_t *const *rows, const enum pd_dtype
         else \
             weigh(T, rows, PD_F32, hd, p, n, common, acc); \
     }
-typedef void scores_fn(const float *kt, int hd, float factor, const float *const *q, float *sc);
+typedef void scores_fn(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f);
 typedef void weigh_fn(const uint8_t *const *rows, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc);
 TILE(1)
 #if defined(PD_ISA_AVX2) || defined(PD_ISA_AVX512)
@@ -280,7 +320,7 @@ static void attn_rows(const struct pd_attn *a, int row0, int row1, void *scratch
         s.n = last + 1 - s.first < SEG ? last + 1 - s.first : SEG;
         find_rows(&s);
         for (int p = 0; p < s.n; p += PANEL)
-            load_panel(s.k + p, hd, a->kv_dtype, s.kt + (size_t)p * hd);
+            turn_widened(s.k + p, hd, a->kv_dtype, s.kt + (size_t)p * hd, s.vf);
         for (int i = 0; widen_v && i < s.n; i++) {
             float *v = s.vf + (size_t)i * hd;
             for (int d = 0; d < hd; d += 16)
@@ -302,7 +342,7 @@ static void attn_rows(const struct pd_attn *a, int row0, int row1, void *scratch
                 most = n[t] > most ? n[t] : most;
             }
             for (int p = 0; p < most; p += PANEL)
-                scores_of[T](s.kt + (size_t)p * hd, hd, a->scale, q, s.sc + p);
+                scores_of[T](s.kt + (size_t)p * hd, PD_F32, hd, a->scale, q, s.sc + p, (struct ahead){ 0 });
             for (int t = 0; t < T; t++) {
                 m[t] = K(max)(s.sc + t * SEG, n[t]);
                 K(exp_sub)(s.sc + t * SEG, s.sc + t * SEG, n[t], m[t], &l[t]);
@@ -331,14 +371,18 @@ void K(attn_seg)(const struct pd_attn *a, int seg, float *out, void *scratch)
     carve(&s, scratch, hd, a->n_group);
     s.n = last + 1 - s.first < SEG ? last + 1 - s.first : SEG;
     find_rows(&s);
+    const size_t row = (size_t)hd * (a->kv_dtype == PD_F32 ? 4 : 2);
     for (int p = 0; p < s.n; p += PANEL) {              /* a panel is used while it is in the nearest cache */
-        load_panel(s.k + p, hd, a->kv_dtype, s.kt);
+        const int end = p + PANEL < s.n ? p + PANEL : s.n, next = end + PANEL < s.n ? end + PANEL : s.n;
+        turn(s.k + p, hd, a->kv_dtype, s.kt, (struct ahead){ s.k + end, s.k + next, 0, row });
+        struct ahead v = { s.v + p, s.v + end, 0, row };
         for (int h0 = 0; h0 < a->n_group; h0 += VT) {
             const int T = a->n_group - h0 < VT ? a->n_group - h0 : VT;
             const float *q[VT];
             for (int t = 0; t < T; t++)
                 q[t] = a->q + (size_t)(h0 + t) * hd;
-            scores_of[T](s.kt, hd, a->scale, q, s.sc + h0 * SEG + p);
+            scores_of[T](s.kt, a->kv_dtype, hd, a->scale, q, s.sc + h0 * SEG + p, v);
+            v.row = v.end;
         }
     }
     for (int h0 = 0; h0 < a->n_group; h0 += VT) {

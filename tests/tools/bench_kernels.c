@@ -264,6 +264,7 @@ int main(int argc, char **argv)
     attn_line(PD_F16, 512, 512);
     for (int i = 0; i < 3; i++)
         attn_line(kv[i], 4096, 1);
+    attn_line(PD_F16, 256, 1);
     pd_threads_free(pool);
     pd_free(big);
     return 0;
