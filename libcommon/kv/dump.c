@@ -348,7 +348,7 @@ int pd_dump_commit(struct pd_dump_w *w, struct pd_err *e)
     if (H5Gclose(w->runs) < 0 || H5Fclose(w->file) < 0 || w->sys)
         rc = h5_fail(w, e);
     w->runs = w->file = -1;
-    if (!rc && (pd_fault("fsync") || fsync(w->fd)))
+    if (!rc && (pd_fault("fsync") ? (errno = EIO, -1) : fsync(w->fd)))
         rc = pd_fail_sys(e, "%s: fsync", w->path);
     if (!rc && !w->tmp)
         rc = name_it(w, e);

@@ -55,6 +55,14 @@ static int bad(struct child *c, const struct run *r, const char *fmt, ...)
     return r ? pd_fail(&c->e, PD_ECORRUPT, "run %s: %s", r->name, text) : pd_fail(&c->e, PD_ECORRUPT, "%s", text);
 }
 
+/* What a parser said of the file's bytes is corruption, whatever code it has for bytes from elsewhere; but want of memory is not the file's fault. */
+static int blame(struct child *c, const struct run *r, const char *what)
+{
+    if (c->e.code != PD_ENOMEM)
+        c->e.code = PD_ECORRUPT;
+    return pd_err_prefix(&c->e, "run %s: %s", r->name, what);
+}
+
 /* A hard link to an object of the wanted type: a soft or external one could lead anywhere. */
 static bool is_hard(hid_t at, const char *name, H5O_type_t type)
 {
@@ -173,8 +181,7 @@ static int read_desc(struct child *c, struct run *r)
     if (rc)
         goto out;
     if (pd_json_to_msgpack((char *)json.p, json.n, &r->rec, &c->e) || pd_kvdesc_decode(r->rec.p, r->rec.n, &r->arena, &r->d, &c->e)) {
-        c->e.code = PD_ECORRUPT;
-        rc = pd_err_prefix(&c->e, "run %s: descriptor", r->name);
+        rc = blame(c, r, "descriptor");
         goto out;
     }
     struct pd_kvdesc *d = &r->d;
@@ -183,8 +190,7 @@ static int read_desc(struct child *c, struct run *r)
         goto out;
     }
     if ((rc = pd_layout_check(&d->layout, &c->e)) || (rc = pd_plan_make(&d->layout, d->n_tokens, c->mode == PD_DUMP_EACH ? 1 : d->payload.chunk_blocks, &r->plan, &c->e))) {
-        c->e.code = PD_ECORRUPT;
-        rc = pd_err_prefix(&c->e, "run %s", r->name);
+        rc = blame(c, r, "layout");
         goto out;
     }
     pd_put_be64(lh, d->layout.layout_hash);
