@@ -534,6 +534,50 @@ static void hostile_structure_is_named(void **state)
     fix_free(&f);
 }
 
+static pid_t child_of_mine(void)
+{
+    char path[64];
+    int pid = 0;
+    snprintf(path, sizeof path, "/proc/self/task/%d/children", (int)getpid());
+    FILE *f = fopen(path, "r");
+    assert_int_equal(f ? fscanf(f, "%d", &pid) : 0, 1);
+    fclose(f);
+    return pid;
+}
+
+/* The child is ended as a hostile file would end it, or its consumer goes away: told for what it is, at once, and no zombie stays. */
+static void the_reader_dies_alone(void **state)
+{
+    static const struct { int signal, code; const char *text; } ends[] = {
+        { SIGSEGV, PD_ECORRUPT, "corrupt: libhdf5 Segmentation fault" }, { SIGABRT, PD_ECORRUPT, "corrupt: libhdf5 Aborted" }, { SIGALRM, PD_ECORRUPT, "corrupt: libhdf5 hangs" },
+        { SIGXCPU, PD_ECORRUPT, "corrupt: libhdf5 hangs" }, { SIGKILL, PD_ECORRUPT, "corrupt: libhdf5 Killed" }, { 0, PD_ECANCEL, "broken off" }, { -1, PD_ECANCEL, "broken off" },
+    };
+    struct pd_pool_geom g = { .layers = 30, .kv_heads = 3, .head_dim = 64, .block_size = 16, .dtype = PD_F16 };
+    struct fix f;
+    struct pd_err e = { 0 };
+    const char *p = path_of("big.h5");
+    fix_make(&f, &g, 500, 0, 81);
+    write_dump(p, &f, 1);
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        struct pd_dump_r *r = NULL;
+        uint8_t first[16];
+        int fd;
+        assert_int_equal(pd_dump_read(p, NULL, &r, &fd, &e), 0);
+        assert_int_equal(read(fd, first, sizeof first), sizeof first);
+        if (ends[i].signal > 0)
+            kill(child_of_mine(), ends[i].signal);
+        else if (!ends[i].signal)
+            close(fd);          /* -1: neither read on nor closed */
+        time_t t0 = time(NULL);
+        FAILS_WITH(pd_dump_read_end(r, &e), ends[i].code, ends[i].text);
+        assert_true(time(NULL) - t0 <= 4);
+        if (ends[i].signal)
+            close(fd);
+        assert_int_equal(waitpid(-1, NULL, WNOHANG), -1);
+    }
+    fix_free(&f);
+}
+
 struct saved { struct fix *f; uint32_t tokens; };
 
 static int check_saved(void *ctx, struct pd_kv_run *r, struct pd_err *e)
@@ -616,7 +660,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(kv_comes_back_in_every_bit), cmocka_unit_test(many_runs_in_their_order), cmocka_unit_test(nothing_half_written_stays),
         cmocka_unit_test(a_full_disk_is_an_error), cmocka_unit_test(not_a_dump_is_told), cmocka_unit_test(a_flipped_byte_is_found),
-        cmocka_unit_test(hostile_structure_is_named),
+        cmocka_unit_test(hostile_structure_is_named), cmocka_unit_test(the_reader_dies_alone),
         cmocka_unit_test(mutations_never_lie), cmocka_unit_test(a_cut_file_is_refused_or_salvaged),
     };
     signal(SIGPIPE, SIG_IGN);
