@@ -3,6 +3,7 @@
 #include <unistd.h>
 #include "../libcommon/base/cli.h"
 #include "../libcommon/base/log.h"
+#include "../libcommon/engine/options.h"
 #include "../libcommon/kv/inspect.h"
 #include "../libcommon/trace/show.h"
 #include "../libcommon/wire/endpoint.h"
@@ -148,5 +149,5 @@ static int work(const char **args, int *status, struct pd_err *e)
 
 int main(int argc, char **argv)
 {
-    return pd_cli_main("pd-trace", options, "cat [FILE...] | kv ls|quickcheck|verify|stat|diff|slice|salvage|png FILE...", argc, argv, NULL, work);
+    return pd_cli_main("pd-trace", options, "cat [FILE...] | kv ls|quickcheck|verify|stat|diff|slice|salvage|png FILE...", argc, argv, pd_engine_version, work);
 }

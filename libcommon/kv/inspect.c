@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <unistd.h>
+#include "../base/log.h"
 #include "../model/dtype.h"
 #include "../wire/stream.h"
 #include "inspect.h"
@@ -102,7 +103,10 @@ static int on_record(struct load *l, const struct pd_rec *rec, struct pd_err *e)
     case PD_K_CHUNK:
         if (!l->im)
             return pd_fail(e, PD_ECORRUPT, "a chunk outside a run");
-        return (rc = pd_chunk_decode(rec->p, rec->n, &c, e)) ? rc : pd_import_chunk(l->im, &c, e);
+        if ((rc = pd_chunk_decode(rec->p, rec->n, &c, e)))
+            return rc;
+        pd_progress("run %s: %u of %u pieces", c.run, c.index, pd_import_plan(l->im)->n_chunks);
+        return pd_import_chunk(l->im, &c, e);
     case PD_K_KV:
         return on_kv(l, rec, e);
     case PD_K_ERROR:
@@ -148,6 +152,7 @@ int pd_kv_each_run(const char *path, int file_fd, const struct pd_kv_walk *w, st
         close(fd);
     while (!rc && (rc = pd_rstream_next(s, -1, &rec, &skip, e)) != 0)
         rc = rc == 1 ? on_record(&l, &rec, e) : rc == 2 ? 0 : rc;
+    pd_progress_end();
     pd_rstream_free(s);
     int end = pd_dump_read_end(r, &child);
     if (end && end != PD_ECANCEL) {             /* the child knows best what was wrong */
