@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """Greedy continuations by llama.cpp, beside which pd's are laid. By hand, with the Python that scripts/bench/build-peer prints:
     $(scripts/bench/build-peer) scripts/golden/llama-greedy.py $(scripts/fetch-model) >testdata/golden-llama/greedy.json
-20 prompts, 64 tokens each; token ids in and out, no BOS added; end-of-text tokens do not stop it. `gap` is how far the best logit stood
-above the second: where two engines part at a small gap they differ by rounding, at a large one by a mistake."""
+20 prompts, 64 tokens each; token ids in and out, no BOS added; end-of-text tokens do not stop it. `gap` is how far llama.cpp's best logit
+stood above its second. `reference` has, at each place and on llama.cpp's text up to there, the five best tokens of the same weights in
+float32 and how far each is below the first: where two quantised engines part, this says which was right, and by how much the other erred."""
 import hashlib
 import json
 import os
 import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "bench"))
+here = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [here, os.path.join(here, "..", "bench")]
 import peer
+import reference
 
 TOKENS = 64
-OPTICKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "testdata", "text", "opticks.txt")
+OPTICKS = os.path.join(here, "..", "..", "testdata", "text", "opticks.txt")
 CHAT = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n" \
        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -34,6 +37,7 @@ def main():
     special = {t: control_token(engine, t) for t in ("<|im_start|>", "<|im_end|>")}
     with open(path, "rb") as f:
         digest = hashlib.sha256(f.read()).hexdigest()
+    truth = reference.Reference(path)
     rows = []
     for prompt in prompts():
         ids = tokenize(engine, prompt, special)
@@ -49,11 +53,17 @@ def main():
             gaps.append(round(float(top - logits.max()), 4))
             out.append(best)
             engine.feed([best])
-        rows.append({"prompt": prompt, "ids": ids, "tokens": out, "gap": gaps, "text": engine.text(out)})
+        rows.append({"prompt": prompt, "ids": ids, "tokens": out, "gap": gaps, "text": engine.text(out), "reference": best_of(truth, ids, out)})
     head = {"model": os.path.basename(path), "sha256": digest, "made_by": "scripts/golden/llama-greedy.py", "build": peer.build_id(),
             "threads": 1, "flash_attention": True, "kv": "f16", "tokens_each": TOKENS}
     print(json.dumps(head, ensure_ascii=False)[:-1] + ', "prompts": [\n' +
           ",\n".join(json.dumps(r, ensure_ascii=False) for r in rows) + "\n]}")
+
+
+def best_of(truth, ids, out):
+    rows = truth.logits((ids + out)[:-1])[len(ids) - 1:]
+    tops = [row.argsort()[::-1][:5] for row in rows]
+    return [[[int(t), round(float(row[top[0]] - row[t]), 4)] for t in top] for row, top in zip(rows, tops)]
 
 
 def control_token(engine, text):
