@@ -8,12 +8,9 @@ struct pd_cli pd_cli;
 static poptContext context;
 
 struct poptOption pd_cli_common[] = {
-    { "model", 'm', POPT_ARG_STRING, &pd_cli.model, 0, "model file (GGUF)", "FILE" },
     { "input", 'i', POPT_ARG_STRING, &pd_cli.in, 0, "where records come from: - (default), a file, unix:PATH, unix-listen:PATH", "ENDPOINT" },
     { "output", 'o', POPT_ARG_STRING, &pd_cli.out, 0, "where records go: - (default), a file, unix:PATH, unix-listen:PATH", "ENDPOINT" },
     { "format", '\0', POPT_ARG_STRING, &pd_cli.format, 0, "form of the output: msgpack (default) or json (a line a record)", "FORMAT" },
-    { "trace", '\0', POPT_ARG_STRING, &pd_cli.trace, 0, "append the life of each run to FILE", "FILE" },
-    { "threads", 't', POPT_ARG_INT, &pd_cli.threads, 0, "compute threads (default: the physical cores of the affinity mask)", "N" },
     { "connect-timeout", '\0', POPT_ARG_STRING, &pd_cli.connect_timeout, 0, "how long to retry a socket that is not there yet (default 5s)", "TIME" },
     { "max-record", '\0', POPT_ARG_STRING, &pd_cli.max_record, 0, "largest record accepted (default 16MiB)", "SIZE" },
     { "verbose", 'v', POPT_ARG_NONE, NULL, 'v', "tell the life of each run; twice: more", NULL },
@@ -46,10 +43,6 @@ int pd_cli_parse(const char *program, const struct poptOption *table, const char
         if (version)
             version();
         return fflush(stdout) ? 1 : 0;
-    }
-    if (pd_cli.threads < 0 || pd_cli.threads > 1024) {
-        pd_error("-t: %d threads are out of range (example: -t 8)", pd_cli.threads);
-        return 2;
     }
     if (pd_cli.format && strcmp(pd_cli.format, "json") && strcmp(pd_cli.format, "msgpack")) {
         pd_error("--format: '%s' is unknown (example: --format json)", pd_cli.format);

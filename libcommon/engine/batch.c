@@ -242,7 +242,7 @@ int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **
         if ((rc = add_block(b, s, j->blocks[given], e)) < 0)
             goto out;
     if (j->n_blocks)
-        s->n_kv = j->n_prompt;
+        s->n_kv = j->n_first ? j->n_prompt : j->n_prompt - 1;
     for (uint32_t i = 1; j->n_first && i < r->n_seqs; i++)
         if ((rc = fork_choice(b, r, i, e)) < 0)
             goto out;

@@ -54,7 +54,7 @@ struct pd_job {
     void *user;
     bool prefill_only;
     /* Imported KV of the whole prompt: the block table (one reference each, taken over, also on failure) and the first token of each choice, which is
-     * reported through `token` (and maybe `finished`) before submit returns. */
+     * reported through `token` (and maybe `finished`) before submit returns. Without first tokens the prompt's last one is run again for its logits. */
     const uint32_t *blocks; uint32_t n_blocks;
     const struct pd_first *first; uint32_t n_first;
     /* Going on from tokens generated before (one choice): they are recomputed as prompt rows, and positions continue. */

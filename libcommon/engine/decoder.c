@@ -95,7 +95,8 @@ static void put_result(struct decoder *d, struct dc_run *r, uint32_t choice, con
         res.has_gen = true;
         memcpy(res.gen, r->desc.gen, sizeof res.gen);
         res.prefill_worker = r->desc.worker;
-        *(used ? &res.transferred_tokens : &res.recomputed_tokens) = r->in.n_tokens;
+        res.recomputed_tokens = used ? !r->desc.n_first : r->in.n_tokens;
+        res.transferred_tokens = used ? r->in.n_tokens - res.recomputed_tokens : 0;
     }
     if (r->fallback)
         res.fallback = (struct pd_str){ r->fallback, strlen(r->fallback) };
@@ -458,6 +459,8 @@ static void finish_from_first(struct decoder *d, struct dc_run *r)
 
 static int check_first(const struct decoder *d, const struct dc_run *r, struct pd_err *e)
 {
+    if (!r->desc.n_first && r->import)
+        return 0;       /* a slice or salvaged file: the last token is run again for its logits */
     if (r->desc.n_first != (uint32_t)r->in.req.n)
         return pd_fail(e, PD_ECORRUPT, "kv carries %u first tokens for %d choices", r->desc.n_first, r->in.req.n);
     for (uint32_t i = 0; i < r->desc.n_first; i++)
@@ -549,8 +552,8 @@ static void take_kv(struct decoder *d, const struct pd_rec *rec)
     pd_arena_free(&r->in.mem);
     r->in.mem = mem;
     r->desc = kv;
-    if ((rc = adopt_desc(d, r, &e)) == 0 && (rc = check_first(d, r, &e)) == 0)
-        rc = make_choices(r, d->rt->model->tok, &e);
+    if ((rc = adopt_desc(d, r, &e)) == 0 && (rc = make_choices(r, d->rt->model->tok, &e)) == 0 && !r->bad.code)
+        rc = check_first(d, r, &e);
     r->in.t_accept = arrived;
     if (rc < 0) {
         refuse(d, r, &e);

@@ -14,6 +14,9 @@
 struct pd_engine_cli pd_engine_cli;
 
 struct poptOption pd_engine_options[] = {
+    { "model", 'm', POPT_ARG_STRING, &pd_engine_cli.model, 0, "model file (GGUF)", "FILE" },
+    { "trace", '\0', POPT_ARG_STRING, &pd_engine_cli.trace, 0, "append the life of each run to FILE", "FILE" },
+    { "threads", 't', POPT_ARG_INT, &pd_engine_cli.threads, 0, "compute threads (default: the physical cores of the affinity mask)", "N" },
     { "chunk", '\0', POPT_ARG_INT, &pd_engine_cli.chunk, 0, "prompt tokens a step at the most (default 512)", "N" },
     { "max-seqs", '\0', POPT_ARG_INT, &pd_engine_cli.max_seqs, 0, "sequences that run at once (default 64)", "N" },
     { "kv-dtype", '\0', POPT_ARG_STRING, &pd_engine_cli.kv_dtype, 0, "type of the KV cache: f16, bf16, f32 (default f16; f32 for an F32 model)", "TYPE" },
@@ -40,16 +43,18 @@ int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e)
     int64_t mem = 0;
     int rc;
     memset(rt, 0, sizeof *rt);
-    if (!pd_cli.model)
+    if (!c->model)
         return pd_fail(e, PD_EUSAGE, "-m: a model file is needed (example: -m model.gguf)");
     if ((rc = in_range("--chunk", c->chunk, 1, 65536, 512, e)) < 0 || (rc = in_range("--max-seqs", c->max_seqs, 1, 4096, 64, e)) < 0 ||
         (rc = in_range("--block-size", c->block_size, 1, 1024, 16, e)) < 0)
         return rc;
+    if (c->threads < 0 || c->threads > 1024)
+        return pd_fail(e, PD_EUSAGE, "-t: %d threads are out of range 1 to 1024 (example: -t 8)", c->threads);
     if (c->seed < 0)
         return pd_fail(e, PD_EUSAGE, "--seed: %lld is negative (example: --seed 42)", c->seed);
     if (c->kv_mem && (pd_parse_size(c->kv_mem, &mem, e) < 0 || mem <= 0))
         return pd_fail(e, PD_EUSAGE, "--kv-mem: '%s' is not a size (example: --kv-mem 512MiB)", c->kv_mem);
-    struct pd_runtime_opts o = { .model = pd_cli.model, .chat_template = c->chat_template, .role = role, .threads = pd_cli.threads, .kv_dtype = c->kv_dtype,
+    struct pd_runtime_opts o = { .model = c->model, .chat_template = c->chat_template, .role = role, .threads = c->threads, .kv_dtype = c->kv_dtype,
                                  .block_size = c->block_size, .kv_mem = mem, .chunk = c->chunk, .max_seqs = c->max_seqs };
     return pd_runtime_open(&o, rt, e);
 }

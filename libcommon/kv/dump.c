@@ -18,6 +18,7 @@ struct pd_dump_w {
     char *path, *dir, *tmp;     /* tmp: a name to remove, or NULL */
     int fd, sys;                /* sys: errno of the first write that failed; the file is worth nothing then */
     hid_t file, runs;
+    uint32_t n_runs;
 };
 
 static int h5_fail(const struct pd_dump_w *w, struct pd_err *e)
@@ -313,10 +314,13 @@ out:
         H5Gclose(run);
     if (!rc && w->sys)
         rc = h5_fail(w, e);
+    w->n_runs += rc == 0;
     pd_buf_free(&json);
     pd_buf_free(&fp);
     return rc;
 }
+
+uint32_t pd_dump_runs(const struct pd_dump_w *w) { return w->n_runs; }
 
 /* Give the unnamed file a name beside the target, so that one rename puts it in place. */
 static int name_it(struct pd_dump_w *w, struct pd_err *e)

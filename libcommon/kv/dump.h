@@ -8,6 +8,7 @@ int pd_dump_create(const char *path, struct pd_dump_w **out, struct pd_err *e);
 /* One run: desc is the whole kv record (raw msgpack; stored as JSON); hashes [n_full_blocks][16] or NULL; logits [n_vocab] or NULL. */
 int pd_dump_add(struct pd_dump_w *w, const struct pd_kvdesc *d, const struct pd_pool *p, const uint32_t *blocks, const uint8_t (*hashes)[16], uint32_t n_hashes,
                 const float *logits, uint32_t n_logits, struct pd_err *e);
+uint32_t pd_dump_runs(const struct pd_dump_w *w);           /* added so far */
 int pd_dump_commit(struct pd_dump_w *w, struct pd_err *e);      /* fsync, rename, free */
 void pd_dump_abort(struct pd_dump_w *w);                        /* nothing stays */
 

@@ -110,6 +110,16 @@ def main():
     x = run(prefill("-o", f"{tmp}/a.h5"), data)
     y = run(decode("--format", "json", "-i", f"{tmp}/a.h5"))
     ok(x.returncode == 0 and y.returncode == 0 and key(y.stdout) == ref, "through a dump file: the same", x.stderr + y.stderr)
+    run(prefill("-o", f"{tmp}/l.h5"), lines([REQS[8]]))
+    x = run(trace("kv", "slice", "--tokens", "0:20", "-o", f"{tmp}/s.h5", f"{tmp}/l.h5"))
+    y = run(decode("--format", "json", "-i", f"{tmp}/s.h5"))
+    cut = json.loads(run(trace("cat", "--format", "json"), run(prefill(), lines([REQS[8]])).stdout).stdout.decode().splitlines()[0])["token_ids"]["$b64"]
+    ids = [int.from_bytes(base64.b64decode(cut)[i:i + 4], "little") for i in range(0, 80, 4)]
+    z = run(decode("--format", "json"), lines([{**{k: v for k, v in REQS[8].items() if k != "prompt"}, "token_ids": ids}]))
+    ok(x.returncode == 0 and y.returncode == 0 and results(y.stdout)[0]["tokens"] == results(z.stdout)[0]["tokens"] and results(y.stdout)[0]["transferred_tokens"] == 19,
+       "decode goes on from a slice of a dump", (x.stderr, y.stderr, y.stdout[-300:]))
+    x = run(prefill("-o", f"{tmp}/none.h5"), '{"prompt":""}\n')
+    ok(x.returncode == 1 and not os.path.exists(f"{tmp}/none.h5"), "a dump of nothing is not made", x.stderr)
     run(prefill("-o", f"{tmp}/a.kv"), data)
     y = run(decode("--format", "json", "-i", f"{tmp}/a.kv", "-o", f"{tmp}/out.json"))
     ok(y.returncode == 0 and key(open(f"{tmp}/out.json", "rb").read()) == ref, "through a file, into a file: the same", y.stderr)
