@@ -11,7 +11,8 @@
 #include "../../libcommon/kv/handover.h"
 
 #define TINY "testdata/tiny/"
-static const char *const models[] = { "llama-f32", "llama-f16", "llama-bf16", "llama-q8_0", "llama-q4_0", "llama-q4_1", "llama-mixed", "llama-linear", "llama-llama3" };
+static const char *const models[] = { "llama-f32", "llama-f16", "llama-bf16", "llama-q8_0", "llama-q4_0", "llama-q4_1", "llama-q5_0", "llama-q5_1",
+                                      "llama-q4_k", "llama-q5_k", "llama-q6_k", "llama-mixed", "llama-linear", "llama-llama3", "llama-untied", "llama-spm" };
 
 static void must(int rc, const struct pd_err *e)
 {
