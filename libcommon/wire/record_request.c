@@ -343,7 +343,7 @@ int pd_request_resolve(struct pd_request *r, int64_t default_seed, struct pd_err
         r->has |= PD_RQ_SEED;
     }
     int rc;
-    if ((rc = in_range("max_tokens", r->max_tokens, 0, INT32_MAX, "0 or more", e)) ||
+    if ((rc = in_range("max_tokens", r->max_tokens, 1, INT32_MAX, "1 or more", e)) ||
         (rc = in_range("min_tokens", r->min_tokens, 0, r->max_tokens, "0 to max_tokens", e)) ||
         (rc = in_range("temperature", r->temperature, 0, 100, "0 to 100; 0 takes the likeliest token", e)) ||
         (rc = in_range("top_p", r->top_p, 1e-45, 1, "above 0, at most 1", e)) ||

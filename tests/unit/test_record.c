@@ -75,6 +75,7 @@ static void bad_requests_are_told_by_field(void **state)
     refused("{\"prompt\":\"a\",\"n\":0}", "n = 0");
     refused("{\"prompt\":\"a\",\"n\":129}", "n = 129");
     refused("{\"prompt\":\"a\",\"max_tokens\":-1}", "max_tokens = -1");
+    refused("{\"prompt\":\"a\",\"max_tokens\":0}", "max_tokens = 0");
     refused("{\"prompt\":\"a\",\"max_tokens\":4,\"min_tokens\":5}", "min_tokens");
     refused("{\"prompt\":\"a\",\"repetition_penalty\":0}", "repetition_penalty");
     refused("{\"prompt\":\"a\",\"presence_penalty\":3}", "presence_penalty");
