@@ -3,6 +3,7 @@
 #include "sampler.h"
 
 #define TOP_MAX 128
+#define COLDEST 1e-5f           /* below this a draw is the largest logit, and dividing by it would overflow */
 
 struct cand { float p; int32_t id; };
 
@@ -268,7 +269,7 @@ void pd_sample(struct pd_sampler *s, const struct pd_request *r, int choice, con
             logits[r->logit_bias[i].token] += r->logit_bias[i].bias;
     penalise(s, r, tokens, n_tokens, n_prompt, logits);
     ban_ends(s, r, pos, logits);
-    if (r->temperature <= 0)
+    if (r->temperature < COLDEST)
         out->token = argmax(logits, V, s->k->max(logits, V));
     else
         out->token = draw(s, r, logits, pd_sample_uniform(r->seed, choice, pos));

@@ -2,8 +2,8 @@
  * from the run's own tokens, so a resumed or moved run goes on with the same choices.
  *
  * Order: logit_bias, repetition / presence / frequency penalties (repetition over prompt and output, the others over output alone, as vLLM has them), the
- * ban on end tokens before min_tokens and under ignore_eos; then temperature 0 takes the largest logit (lowest id among equals), else temperature, min_p,
- * top_k, top_p, and one draw. Logprobs are those of the model: before bias, penalties and temperature.
+ * ban on end tokens before min_tokens and under ignore_eos; then temperature 0 (or below 1e-5) takes the largest logit (lowest id among equals), else
+ * temperature, min_p, top_k, top_p, and one draw. Logprobs are those of the model: before bias, penalties and temperature.
  */
 #ifndef PD_ENGINE_SAMPLER_H
 #define PD_ENGINE_SAMPLER_H

@@ -125,6 +125,26 @@ static void test_distribution(void **state)
     free(count);
 }
 
+/* The colder the draw the more it is the largest logit, down to temperatures whose inverse overflows. */
+static void test_cold(void **state)
+{
+    (void)state;
+    static const float cold[] = { 0, 1e-45f, 1e-40f, 1e-38f, 1e-30f, 1e-7f, 1e-5f, 1e-4f };
+    float *l = malloc((size_t)V * sizeof *l);
+    for (size_t k = 0; k < sizeof cold / sizeof *cold; k++)
+        for (int way = 0; way < 4; way++) {
+            struct pd_request r = { .n = 1, .temperature = cold[k], .top_p = way == 1 ? 0.9f : 1, .top_k = way == 2 ? 5 : 0, .min_p = way == 3 ? 0.1f : 0, .repetition_penalty = 1, .seed = way };
+            int32_t prompt[1] = { 1 };
+            struct pd_sampled s;
+            make_logits(l, 3);
+            l[17] = 6.5f;
+            pd_sample(smp, &r, 0, prompt, 1, 1, l, &s);
+            if (s.token != 17)
+                fail_msg("temperature %g, way %d: token %d", (double)cold[k], way, s.token);
+        }
+    free(l);
+}
+
 static void test_uniform(void **state)
 {
     (void)state;
@@ -254,6 +274,7 @@ static void test_text(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = { cmocka_unit_test(test_uniform), cmocka_unit_test(test_distribution), cmocka_unit_test(test_penalties), cmocka_unit_test(test_text) };
+    const struct CMUnitTest tests[] = { cmocka_unit_test(test_uniform), cmocka_unit_test(test_distribution), cmocka_unit_test(test_cold),
+                                        cmocka_unit_test(test_penalties), cmocka_unit_test(test_text) };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
