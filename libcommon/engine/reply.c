@@ -47,7 +47,7 @@ int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, cons
     snprintf(er.action, sizeof er.action, "%s", action);
     int rc = pd_error_encode(&er, b, e);
     for (int32_t i = 0; rc == 0 && i < (r->n < 1 ? 1 : r->n); i++) {
-        struct pd_result res = { .id = r->id, .choice = (uint32_t)i, .text = { "", 0 }, .tpot_ms = -1 };
+        struct pd_result res = { .id = r->id, .choice = (uint32_t)i, .text = { "", 0 }, .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .kv_ms = -1 };
         memcpy(res.run, r->run, sizeof res.run);
         strcpy(res.finish_reason, "error");
         strcpy(res.mode, prefill ? "remote" : "aggregated");

@@ -47,7 +47,7 @@ enum { PD_RQ_MAX_TOKENS = 1, PD_RQ_MIN_TOKENS = 2, PD_RQ_TOP_K = 4, PD_RQ_N = 8,
        PD_RQ_TEMPERATURE = 128, PD_RQ_TOP_P = 256, PD_RQ_MIN_P = 512, PD_RQ_PRESENCE = 1024, PD_RQ_FREQUENCY = 2048, PD_RQ_REPETITION = 4096,
        PD_RQ_SEED = 8192, PD_RQ_DEADLINE = 16384, PD_RQ_ARRIVAL = 32768 };
 /* Fill defaults (max_tokens 256, temperature 1, top_p 1, top_k 0, min_p 0, penalties neutral, n 1, seed = default_seed), make `run` if absent,
- * and refuse absurd values by name (PD_EFAIL): top_p outside (0,1], temperature < 0 or not finite, n < 1 or > 128, max_tokens < 0, ... */
+ * and refuse absurd values by name (PD_EFAIL): top_p outside (0,1], temperature < 0 or not finite, n < 1 or > 128, max_tokens < 1, ... */
 int pd_request_resolve(struct pd_request *r, int64_t default_seed, struct pd_err *e);
 
 struct pd_top { int32_t token; float logprob; };
@@ -114,7 +114,7 @@ struct pd_result {
     uint32_t prompt_tokens, completion_tokens, cached_tokens, transferred_tokens, recomputed_tokens;
     char finish_reason[12], mode[12];
     struct pd_str fallback;             /* absent = null */
-    double ttft_ms, tpot_ms /* < 0: absent, null */, e2e_ms, kv_ms;
+    double ttft_ms, tpot_ms, e2e_ms, kv_ms;      /* < 0: null, there is none */
     uint64_t kv_bytes;
     uint8_t fingerprint[PD_SHA_LEN]; bool has_fingerprint;
     uint8_t gen[PD_GEN_LEN]; bool has_gen;
