@@ -2,6 +2,7 @@
 #include "../base/clock.h"
 #include "../base/hash.h"
 #include "../base/log.h"
+#include "../base/seen.h"
 #include "../base/stop.h"
 #include "../kv/handover.h"
 #include "../kv/prefix.h"
@@ -32,6 +33,7 @@ struct prefiller {
     struct pd_trace *trace;
     struct pf_run *runs;        /* all alive, for clean-up */
     uint32_t n_runs;
+    struct pd_seen seen;
     int status;
     struct pd_err fatal;
     uint64_t tokens_done;
@@ -263,6 +265,12 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
     int rc = pd_intake_take(p->rt, rec->p, rec->n, p->o->seed, &r->in, e);
     if (rc < 0)
         goto refused;
+    if ((rc = pd_seen_add(&p->seen, r->in.req.run, e)) != 0) {
+        if (rc > 0)
+            pd_fail(e, PD_EFAIL, "request: run %s came already in this stream (leave run out: one is made)", r->in.req.run);
+        pd_run_new(r->in.req.run, NULL);        /* the answer to the other keeps the name */
+        goto refused;
+    }
     pd_run_state(p->trace, r->in.req.run, "accepted", "remote", NULL, 0, NULL);
     if ((rc = describe(p, r, e)) < 0)
         goto refused;
@@ -380,5 +388,6 @@ out:
     while (p.runs)
         run_free(&p, p.runs);
     pd_batch_free(p.batch);
+    pd_seen_free(&p.seen);
     return rc;
 }

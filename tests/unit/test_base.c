@@ -18,6 +18,7 @@
 #include "../../libcommon/base/log.h"
 #include "../../libcommon/base/mem.h"
 #include "../../libcommon/base/opt.h"
+#include "../../libcommon/base/seen.h"
 #include "../../libcommon/base/utf8.h"
 
 static void sizes_that_overflow_are_errors(void **state)
@@ -44,6 +45,26 @@ static void sizes_that_overflow_are_errors(void **state)
     assert_int_equal(b.n, 3);
     pd_buf_free(&b);
     assert_null(pd_strndup("x", SIZE_MAX, &e));
+}
+
+static void a_run_is_seen_once(void **state)
+{
+    struct pd_seen s = { 0 };
+    struct pd_err e;
+    enum { N = 1000 };
+    static char run[N][PD_RUN_LEN + 1];
+    for (int i = 0; i < N; i++) {
+        assert_int_equal(pd_run_new(run[i], &e), 0);
+        assert_false(pd_seen_has(&s, run[i]));
+        assert_int_equal(pd_seen_add(&s, run[i], &e), 0);
+    }
+    for (int i = 0; i < N; i++) {
+        assert_true(pd_seen_has(&s, run[i]));
+        assert_int_equal(pd_seen_add(&s, run[i], &e), 1);
+    }
+    assert_int_equal(s.n, N);
+    pd_seen_free(&s);
+    assert_false(pd_seen_has(&s, run[0]));
 }
 
 static void empty_allocations_are_real(void **state)
@@ -304,7 +325,7 @@ int main(void)
     snprintf(cache, sizeof cache, "%s/a/b", dir);
     setenv("PD_CACHE", cache, 1);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(sizes_that_overflow_are_errors), cmocka_unit_test(empty_allocations_are_real), cmocka_unit_test(buffer_grows_and_prints),
+        cmocka_unit_test(sizes_that_overflow_are_errors), cmocka_unit_test(a_run_is_seen_once), cmocka_unit_test(empty_allocations_are_real), cmocka_unit_test(buffer_grows_and_prints),
         cmocka_unit_test(arena_pieces_are_aligned_zeroed_and_apart), cmocka_unit_test(run_ids_sort_by_making), cmocka_unit_test(generations_count_within_a_life),
         cmocka_unit_test(hashes_match_published_values), cmocka_unit_test(digest_is_cached_only_when_settled), cmocka_unit_test(units_are_read_and_bad_values_refused),
         cmocka_unit_test(utf8_agrees_with_rfc_3629), cmocka_unit_test(messages_are_single_tame_lines) };
