@@ -1,5 +1,8 @@
 #include <pthread.h>
+#include <signal.h>
 #include <sys/uio.h>
+#include <time.h>
+#include "../base/stop.h"
 #include "publish.h"
 #include "reply.h"
 
@@ -22,7 +25,7 @@ struct pd_publish {
     struct pd_dump_w *dump;
     const struct pd_pool *pool;
     pthread_t thread;
-    bool running, stop, flushed;
+    bool running, stop, over;   /* over: the thread has done its last job */
     pthread_mutex_t lock;
     pthread_cond_t more, room, done;
     struct job q[QUEUE];
@@ -111,8 +114,24 @@ static void *publisher(void *arg)
         pthread_cond_signal(&p->room);
         pthread_cond_broadcast(&p->done);
     }
+    p->over = true;
+    pthread_cond_broadcast(&p->done);
     pthread_mutex_unlock(&p->lock);
     return NULL;
+}
+
+/* Waits for the thread to come on, with the lock held. When the command is to stop at once, the thread is woken out of a write to a reader that stands still:
+ * the signal came to another thread, or before the write began. */
+static void wait_for(struct pd_publish *p, pthread_cond_t *cond)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 200000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_cond_timedwait(cond, &p->lock, &until);
+    if (pd_stop_level() > 1 && !p->over)
+        pthread_kill(p->thread, SIGTERM);
 }
 
 int pd_publish_new(struct pd_wstream *out, struct pd_dump_w *dump, const struct pd_pool *pool, struct pd_publish **pp, struct pd_err *e)
@@ -140,7 +159,7 @@ static int push(struct pd_publish *p, struct job j, struct pd_err *e)
 {
     pthread_mutex_lock(&p->lock);
     while (p->n == QUEUE && !p->err.code)
-        pthread_cond_wait(&p->room, &p->lock);
+        wait_for(p, &p->room);
     int rc = p->err.code;
     if (rc && e)
         *e = p->err;
@@ -179,7 +198,7 @@ void *pd_publish_ended(struct pd_publish *p, bool wait)
 {
     pthread_mutex_lock(&p->lock);
     while (wait && !p->n_ended && p->n && !p->err.code)
-        pthread_cond_wait(&p->done, &p->lock);
+        wait_for(p, &p->done);
     void *run = p->n_ended ? p->ended[--p->n_ended] : NULL;
     pthread_mutex_unlock(&p->lock);
     return run;
@@ -201,6 +220,8 @@ int pd_publish_finish(struct pd_publish *p, struct pd_err *e)
         pthread_mutex_lock(&p->lock);
         p->stop = true;
         pthread_cond_signal(&p->more);
+        while (!p->over)
+            wait_for(p, &p->done);
         pthread_mutex_unlock(&p->lock);
         pthread_join(p->thread, NULL);
         p->running = false;

@@ -6,6 +6,7 @@
 #include <unistd.h>
 #include "../base/clock.h"
 #include "../base/fault.h"
+#include "../base/stop.h"
 #include "../base/utf8.h"
 #include "frame.h"
 #include "json.h"
@@ -361,7 +362,10 @@ static int write_failed(struct pd_wstream *w, struct pd_err *e)
 {
     bool gone = errno == EPIPE || errno == ECONNRESET;
     w->n = 0;
-    pd_fail_sys(&w->failed, gone ? "%s: the reader went away" : "%s: cannot write", w->name);
+    if (errno == EINTR)
+        pd_fail(&w->failed, PD_ECANCEL, "%s: stopped by a signal while the reader stood still", w->name);
+    else
+        pd_fail_sys(&w->failed, gone ? "%s: the reader went away" : "%s: cannot write", w->name);
     if (e)
         *e = w->failed;
     return w->failed.code;
@@ -389,11 +393,15 @@ static int write_all(struct pd_wstream *w, const struct iovec *v, int n, struct 
         if (at == used)
             break;
         ssize_t k = pd_fault("write") ? (errno = ENOSPC, -1) : writev(w->fd, part + at, used - at);
-        if (k < 0 && errno == EINTR)
+        if (k < 0 && errno == EINTR) {
+            if (pd_stop_level() > 1)        /* a reader that stands still must not keep us from stopping */
+                return write_failed(w, e);
             continue;
+        }
         if (k < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
             struct pollfd p = { .fd = w->fd, .events = POLLOUT };
-            poll(&p, 1, -1);
+            if (poll(&p, 1, -1) < 0 && errno == EINTR && pd_stop_level() > 1)
+                return write_failed(w, e);
             continue;
         }
         if (k < 0)
