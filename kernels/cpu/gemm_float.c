@@ -118,9 +118,7 @@ void K(gemm_float)(const struct pd_pmat *w, const void *x, int m, float *y, size
     const size_t stride = K(act_stride)(w->pack, w->n_in_pad);
     const int widening = w->pack == PD_PK_F16 && m >= WIDEN_FROM;
     const enum kind kind = w->pack == PD_PK_BF16 ? BF16 : w->pack == PD_PK_F16 && !widening ? F16 : F32;
-    int chunk = (int)(400 * 1024 / stride) / R_MAX * R_MAX;
-    if (chunk < 8 * R_MAX)
-        chunk = 8 * R_MAX;
+    int chunks = (int)((size_t)m * stride / (400 * 1024)) + 1, chunk = ((m + chunks - 1) / chunks + R_MAX - 1) / R_MAX * R_MAX;
     for (int r0 = 0; r0 < m; r0 += chunk) {
         int r1 = r0 + chunk < m ? r0 + chunk : m;
         for (int gi = g0; gi < g1; gi++) {

@@ -2,18 +2,18 @@
  *
  * One output: acc = 0; for each sub-block of k in order: i = sum u*q - off*sum q (exact), acc = fma((float)i, xscale*wscale, acc), and with
  * mins acc = fma(min, xscale * (float)sum q, acc). Outputs sit in lanes, so neither the number of rows nor the tile matters.
- * A tile is R rows x 16*NV outputs held in registers. For several rows a packed 4-bit group is widened once to the 8-bit form.
+ * A tile is R rows x 16*NV outputs held in registers; its sums of four-bit weights come from the packed form. The scalar build, where picking nibbles
+ * costs as much as the product, widens a group to the 8-bit form once for WIDEN_FROM rows and more.
  */
 #include "kern.h"
 
 #if defined(PD_ISA_AVX512)
-enum { R_MAX = 6, NV = 2 };
+enum { R_MAX = 6, NV = 2, WIDEN_FROM = 1 << 30 };
 #elif defined(PD_ISA_AVX2)
-enum { R_MAX = 2, NV = 1 };
+enum { R_MAX = 2, NV = 1, WIDEN_FROM = 1 << 30 };
 #else
-enum { R_MAX = 1, NV = 1 };
+enum { R_MAX = 1, NV = 1, WIDEN_FROM = 2 };
 #endif
-enum { WIDEN_FROM = 4 };        /* rows from which widening pays */
 
 struct group {                  /* the group in hand: its bytes, and what the matrix says about it */
     const uint8_t *p;
@@ -49,6 +49,8 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
             vb w[NV];
             for (int v = 0; v < NV; v++)
                 w[v] = vb_load(p + q * 128 + (v0 + v) * 64);
+            for (int o = 1024; R == 1 && o < 1024 + 64 * NV; o += 64)       /* one row streams memory: help the processor ask for it */
+                __builtin_prefetch(p + q * 128 + v0 * 64 + o, 0, 2);
             for (int n = 0; n <= u4; n++) {
                 vb d[NV];
                 for (int v = 0; v < NV; v++)
@@ -91,6 +93,10 @@ INL void put(float *y, vf acc, int add, int n)
 
 TILE_INL void rows_tile(const int R, const int sub, const int u4, struct group g, const uint8_t *x, size_t stride, float *y, size_t ldy, int add, int n_out)
 {
+    for (int r = 0; r < R; r++) {               /* the output's lines are on their way while the sums form */
+        __builtin_prefetch(y + r * ldy, 1);
+        __builtin_prefetch(y + r * ldy + 16, 1);
+    }
     for (int v0 = 0; v0 < 2; v0 += NV) {
         vf acc[R_MAX][NV];
         tile(R, sub, u4, g, x, stride, v0, acc);
@@ -109,11 +115,14 @@ TILE(1, 32, 0) TILE(1, 16, 0) TILE(1, 32, 1) TILE(1, 16, 1)
 #if defined(PD_ISA_AVX512)
 TILE(2, 32, 0) TILE(3, 32, 0) TILE(4, 32, 0) TILE(5, 32, 0) TILE(6, 32, 0)
 TILE(2, 16, 0) TILE(3, 16, 0) TILE(4, 16, 0) TILE(5, 16, 0) TILE(6, 16, 0)
-TILE(2, 32, 1) TILE(3, 32, 1) TILE(2, 16, 1) TILE(3, 16, 1)
+TILE(2, 32, 1) TILE(3, 32, 1) TILE(4, 32, 1) TILE(5, 32, 1) TILE(6, 32, 1)
+TILE(2, 16, 1) TILE(3, 16, 1) TILE(4, 16, 1) TILE(5, 16, 1) TILE(6, 16, 1)
 static tile_fn *const u8_tiles[2][R_MAX + 1] = {
     { NULL, tile_1_32_0, tile_2_32_0, tile_3_32_0, tile_4_32_0, tile_5_32_0, tile_6_32_0 },
     { NULL, tile_1_16_0, tile_2_16_0, tile_3_16_0, tile_4_16_0, tile_5_16_0, tile_6_16_0 } };
-static tile_fn *const u4_tiles[2][WIDEN_FROM] = { { NULL, tile_1_32_1, tile_2_32_1, tile_3_32_1 }, { NULL, tile_1_16_1, tile_2_16_1, tile_3_16_1 } };
+static tile_fn *const u4_tiles[2][R_MAX + 1] = {
+    { NULL, tile_1_32_1, tile_2_32_1, tile_3_32_1, tile_4_32_1, tile_5_32_1, tile_6_32_1 },
+    { NULL, tile_1_16_1, tile_2_16_1, tile_3_16_1, tile_4_16_1, tile_5_16_1, tile_6_16_1 } };
 #elif defined(PD_ISA_AVX2)
 TILE(2, 32, 0) TILE(2, 16, 0) TILE(2, 32, 1) TILE(2, 16, 1)
 static tile_fn *const u8_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_0, tile_2_32_0 }, { NULL, tile_1_16_0, tile_2_16_0 } };
@@ -144,7 +153,7 @@ INL int scale_bytes_of(const struct pd_pmat *w) { return 32 * (w->scale_f32 ? 4 
 
 size_t K(gemm_int_scratch)(const struct pd_pmat *w)
 {
-    return w->pack == PD_PK_U4 ? (size_t)(w->n_in_pad / w->sub) * (size_t)(w->sub * 32 + scale_bytes_of(w)) : 64;
+    return w->pack == PD_PK_U4 && WIDEN_FROM < 1 << 30 ? (size_t)(w->n_in_pad / w->sub) * (size_t)(w->sub * 32 + scale_bytes_of(w)) : 64;
 }
 
 void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch)
@@ -154,9 +163,7 @@ void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t
     const int widening = w->pack == PD_PK_U4 && m >= WIDEN_FROM, narrow = w->sub == 16;
     tile_fn *const *const tiles = w->pack == PD_PK_U4 && !widening ? u4_tiles[narrow] : u8_tiles[narrow];
     /* As many rows at a time as stay in the second-level cache beside a group. */
-    int chunk = (int)(400 * 1024 / stride) / R_MAX * R_MAX;
-    if (chunk < 8 * R_MAX)
-        chunk = 8 * R_MAX;
+    int chunks = (int)((size_t)m * stride / (400 * 1024)) + 1, chunk = ((m + chunks - 1) / chunks + R_MAX - 1) / R_MAX * R_MAX;
     for (int r0 = 0; r0 < m; r0 += chunk) {
         int r1 = r0 + chunk < m ? r0 + chunk : m;
         for (int gi = g0; gi < g1; gi++) {
@@ -166,8 +173,8 @@ void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t
                 g.p = scratch;
             }
             int n_out = w->n_out - gi * 32;
-            for (int r = r0; r < r1;) {
-                int n = r1 - r < R_MAX ? r1 - r : R_MAX;
+            for (int r = r0, left = (r1 - r0 + R_MAX - 1) / R_MAX; r < r1; left--) {
+                int n = (r1 - r + left - 1) / left;     /* tiles of even height: a low one wastes the weights that it loads */
                 tiles[n](g, (const uint8_t *)x + (size_t)r * stride, stride, y + (size_t)r * ldy + gi * 32, ldy, add, n_out);
                 r += n;
             }
@@ -183,23 +190,16 @@ size_t K(act_stride)(enum pd_pack pack, int n_in_pad)
 
 static void prep_int(const float *x, struct act *a)
 {
-    int32_t top = 0;                            /* compared as integers, so that a NaN wins and shows in the scale */
-    for (int i = 0; i < 32; i++) {
-        int32_t u = (int32_t)(f_bits(x[i]) & 0x7fffffff);
-        top = u > top ? u : top;
-    }
-    float amax = f_of((uint32_t)top);
+    vf x0 = vf_load(x), x1 = vf_load(x + 16), magic = vf_set1(0x1.8p23f);
+    float amax = vf_top(x0, x1);                            /* a NaN shows in the scale */
     float inv = amax < 0x1p-115f ? 0 : 127.0f / amax;       /* below that 127/amax might overflow: such a block counts as zero */
     a->scale = amax < 0x1p-115f ? 0 : amax / 127.0f;
-    int16_t s[2] = { 0, 0 };
-    for (int i = 0; i < 32; i++) {
-        float t = x[i] * inv + 0x1.8p23f;       /* to nearest even */
-        a->q[i] = (int8_t)(uint8_t)(f_bits(t) - f_bits(0x1.8p23f));
-        s[i / 16] = (int16_t)(s[i / 16] + a->q[i]);
-    }
-    a->isum[0] = s[0];
-    a->isum[1] = s[1];
-    a->fsum = a->scale * (float)(s[0] + s[1]);
+    /* adding the magic number rounds to nearest even and leaves the integer in the low bits */
+    vf t0 = vf_add(vf_mul(x0, vf_set1(inv)), magic), t1 = vf_add(vf_mul(x1, vf_set1(inv)), magic);
+    int s0 = vi_store8(a->q, vi_sub(vf_bits(t0), vf_bits(magic))), s1 = vi_store8(a->q + 16, vi_sub(vf_bits(t1), vf_bits(magic)));
+    a->isum[0] = (int16_t)s0;
+    a->isum[1] = (int16_t)s1;
+    a->fsum = a->scale * (float)(s0 + s1);
     a->pad = 0;
 }
 

@@ -81,6 +81,11 @@ INL float f_max(float a, float b) { return a > b ? a : b; }
 
 #if defined(PD_ISA_AVX512)
 
+INL int v_sum_i8(__m128i q)
+{
+    __m128i s = _mm_sad_epu8(_mm_xor_si128(q, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(s) + _mm_extract_epi16(s, 4) - 16 * 128;
+}
 typedef __m512 vf;
 typedef __m512i vi;
 typedef __m512i vb;
@@ -137,11 +142,29 @@ INL float vf_maxlane(vf v)
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
 }
+/* The greatest of 32 magnitudes, compared as integers, so that a NaN wins. */
+INL float vf_top(vf a, vf b)
+{
+    __m512i m = _mm512_set1_epi32(0x7fffffff);
+    return f_of(_mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(vf_bits(a), m), _mm512_and_si512(vf_bits(b), m))));
+}
+/* The low byte of every lane to q; their signed sum. */
+INL int vi_store8(int8_t *q, vi v)
+{
+    __m128i b = _mm512_cvtepi32_epi8(v);
+    _mm_storeu_si128((void *)q, b);
+    return v_sum_i8(b);
+}
 /* 16 halves, rounded to nearest even */
 INL void vf_store_half(uint16_t *p, vf v) { _mm256_storeu_si256((void *)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
 
 #elif defined(PD_ISA_AVX2)
 
+INL int v_sum_i8(__m128i q)
+{
+    __m128i s = _mm_sad_epu8(_mm_xor_si128(q, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(s) + _mm_extract_epi16(s, 4) - 16 * 128;
+}
 typedef struct { __m256 a, b; } vf;
 typedef struct { __m256i a, b; } vi;
 typedef vi vb;
@@ -227,6 +250,27 @@ INL float vf_maxlane(vf v)
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
 }
+INL float vf_top(vf x, vf y)
+{
+    __m256i m = _mm256_set1_epi32(0x7fffffff);
+    __m256i a = _mm256_max_epu32(_mm256_and_si256(_mm256_castps_si256(x.a), m), _mm256_and_si256(_mm256_castps_si256(x.b), m));
+    __m256i b = _mm256_max_epu32(_mm256_and_si256(_mm256_castps_si256(y.a), m), _mm256_and_si256(_mm256_castps_si256(y.b), m));
+    a = _mm256_max_epu32(a, b);
+    __m128i c = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    c = _mm_max_epu32(c, _mm_unpackhi_epi64(c, c));
+    c = _mm_max_epu32(c, _mm_srli_epi64(c, 32));
+    return f_of((uint32_t)_mm_cvtsi128_si32(c));
+}
+INL int vi_store8(int8_t *q, vi v)
+{
+    __m256i pick = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1));
+    __m256i a = _mm256_shuffle_epi8(v.a, pick), b = _mm256_shuffle_epi8(v.b, pick);
+    __m128i lo = _mm_unpacklo_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    __m128i hi = _mm_unpacklo_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+    __m128i r = _mm_unpacklo_epi64(lo, hi);
+    _mm_storeu_si128((void *)q, r);
+    return v_sum_i8(r);
+}
 INL void vf_store_half(uint16_t *p, vf v)
 {
     _mm_storeu_si128((void *)p, _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -288,6 +332,18 @@ INL float vf_maxlane(vf v)
         for (int l = 0; l < h; l++)
             v.v[l] = f_max(v.v[l], v.v[l + h]);
     return v.v[0];
+}
+INL float vf_top(vf a, vf b)
+{
+    uint32_t top = 0, u;
+    EACH { u = f_bits(a.v[l]) & 0x7fffffff; top = u > top ? u : top; u = f_bits(b.v[l]) & 0x7fffffff; top = u > top ? u : top; }
+    return f_of(top);
+}
+INL int vi_store8(int8_t *q, vi v)
+{
+    int s = 0;
+    EACH { q[l] = (int8_t)(uint8_t)v.v[l]; s += q[l]; }
+    return s;
 }
 INL void vf_store_half(uint16_t *p, vf v) { EACH p[l] = float_to_half(v.v[l]); }
 #endif

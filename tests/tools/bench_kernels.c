@@ -86,14 +86,17 @@ PEAK(peak_fma, ISA512, __m512 a[12] = { 0 }; __m512 w = _mm512_set1_ps(0.5f); __
 
 static uint8_t *big;
 static size_t big_bytes = (size_t)256 << 20;
-static void read_mem(void *ctx, int task, int tid)
+static __attribute__((target("avx2"))) void read_mem(void *ctx, int task, int tid)
 {
-    typedef long long v8 __attribute__((vector_size(64)));
+    typedef long long v8 __attribute__((vector_size(32)));
     const v8 *p = (const v8 *)(const void *)(big + big_bytes / 16 * (size_t)task);
     v8 s[4] = { 0 };
-    for (size_t i = 0; i < big_bytes / 16 / 64; i += 4)
+    for (size_t i = 0; i < big_bytes / 16 / 32; i += 4) {
+        __builtin_prefetch(&p[i + 32], 0, 2);
+        __builtin_prefetch(&p[i + 34], 0, 2);
         for (int j = 0; j < 4; j++)
             s[j] ^= p[i + (size_t)j];
+    }
     s[0] ^= s[1] ^ s[2] ^ s[3];
     sink = (float)s[0][0];
 }
@@ -255,7 +258,7 @@ int main(int argc, char **argv)
         prod_line(&kinds[i], 512, 576, 1536);
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
         prod_line(&kinds[i], 1, kinds[i].pack == PD_PK_U4 ? 256 << 10 : 96 << 10, 576);
-    for (int m = 2; m <= 4; m++)
+    for (int m = 2; m <= 16; m = m < 4 ? m + 1 : m * 2)
         for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
             prod_line(&kinds[i], m, kinds[i].pack == PD_PK_U4 ? 256 << 10 : 96 << 10, 576);
     static const enum pd_dtype kv[] = { PD_F16, PD_BF16, PD_F32 };
