@@ -40,7 +40,7 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
         vi i[R_MAX][NV];
         for (int r = 0; r < R; r++) {
             const struct act *a = (const void *)(xb + r * stride);
-            i[r][0] = vi_madd16(a->isum, lo, hi);
+            i[r][0] = g.off ? vi_madd16(a->isum, lo, hi) : vi_set1(0);
             for (int v = 1; v < NV; v++)
                 i[r][v] = i[r][0];
         }
