@@ -1,7 +1,9 @@
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
+#include "../base/seen.h"
 #include "../base/stop.h"
+#include "../wire/value.h"
 #include "batch.h"
 #include "decoder.h"
 #include "text.h"
@@ -37,6 +39,8 @@ struct decoder {
     struct pd_trace *trace;
     struct dc_run *head, **tail;
     uint32_t n_active;          /* submitted, not finished */
+    struct pd_seen answered;    /* runs that had their results: what comes of them now is a replay, or the rest of a refused one */
+    char told[PD_RUN_LEN + 1];  /* the run whose stray records a line was last written about */
     uint64_t dropped_chunks;
     bool warned_advisory;
     int status;
@@ -96,7 +100,7 @@ static void put_result(struct decoder *d, struct dc_run *r, uint32_t choice, con
         memcpy(res.gen, r->desc.gen, sizeof res.gen);
         res.prefill_worker = r->desc.worker;
         res.recomputed_tokens = used ? !r->desc.n_first : r->in.n_tokens;
-        res.transferred_tokens = used ? r->in.n_tokens - res.recomputed_tokens : 0;
+        res.transferred_tokens = used && r->kv_bytes ? r->in.n_tokens - res.recomputed_tokens : 0;
     }
     if (r->fallback)
         res.fallback = (struct pd_str){ r->fallback, strlen(r->fallback) };
@@ -114,6 +118,9 @@ static void put_result(struct decoder *d, struct dc_run *r, uint32_t choice, con
 
 static void run_free(struct decoder *d, struct dc_run *r)
 {
+    struct pd_err e;
+    if (r->in.req.run[0] && pd_seen_add(&d->answered, r->in.req.run, &e) < 0)
+        fatal(d, &e);
     for (struct dc_run **q = &d->head; *q; q = &(*q)->next)
         if (*q == r) {
             *q = r->next;
@@ -307,6 +314,10 @@ static void take_request(struct decoder *d, const struct pd_rec *rec)
         return;
     }
     int rc = pd_intake_take(d->rt, rec->p, rec->n, d->o->seed, &r->in, &e);
+    if (rc == 0 && (run_find(d, r->in.req.run) != r || pd_seen_has(&d->answered, r->in.req.run))) {
+        rc = pd_fail(&e, PD_EFAIL, PD_RUN_TWICE, r->in.req.run);
+        pd_run_new(r->in.req.run, NULL);        /* the answer to the other keeps the name */
+    }
     if (rc == 0)
         rc = make_choices(r, d->rt->model->tok, &e);
     if (rc < 0) {
@@ -348,6 +359,26 @@ static void wait_for_blocks(struct decoder *d, uint32_t want)
     }
 }
 
+/* A record that no run takes: one line a run, not one a chunk. */
+static void stray(struct decoder *d, const char *run, const struct pd_err *e)
+{
+    if (run[0] && !strcmp(d->told, run))
+        return;
+    snprintf(d->told, sizeof d->told, "%s", run);
+    pd_error("%s; dropped", e->msg);
+    d->status = pd_exit_worse(d->status, e->code);
+}
+
+/* The run that a descriptor names which cannot be trusted otherwise, or "". */
+static void run_of_raw(const struct pd_rec *rec, char name[PD_RUN_LEN + 1])
+{
+    struct pd_bin v;
+    struct pd_str run;
+    name[0] = 0;
+    if (pd_map_find(rec->p, rec->n, "run", &v) == 1 && pd_get_str(v, &run) && pd_run_valid(run.p, run.n))
+        snprintf(name, PD_RUN_LEN + 1, "%.*s", PD_RUN_LEN, run.p);
+}
+
 static int adopt_desc(struct decoder *d, struct dc_run *r, struct pd_err *e)
 {
     struct pd_kvdesc *k = &r->desc;
@@ -368,36 +399,14 @@ static int adopt_desc(struct decoder *d, struct dc_run *r, struct pd_err *e)
     return pd_request_resolve(&q, d->o->seed, e);
 }
 
-static void take_offer(struct decoder *d, const struct pd_rec *rec)
+/* Is the KV of this run that of our model? Otherwise it is rejected. */
+static bool same_identity(struct decoder *d, struct dc_run *r)
 {
     struct pd_err e;
-    struct dc_run *r = run_new(d, &e);
-    int rc = r ? pd_kvdesc_decode(rec->p, rec->n, &r->in.mem, &r->desc, &e) : PD_ENOMEM;
-    if (!r) {
-        fatal(d, &e);
-        return;
-    }
-    if (rc == 0) {
-        struct dc_run *twin = run_find(d, r->desc.run);
-        if (twin && twin != r) {
-            pd_fail(&e, PD_ECORRUPT, "a second offer of run %s", r->desc.run);
-            pd_error("%s", e.msg);
-            d->status = pd_exit_worse(d->status, PD_ECORRUPT);
-            run_free(d, r);
-            return;
-        }
-        rc = adopt_desc(d, r, &e);
-    }
-    if (rc < 0) {
-        pd_err_prefix(&e, "offer");
-        refuse(d, r, &e);
-        return;
-    }
-    pd_run_state(d->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
     switch (pd_fp_compare(r->desc.fp_fields, (struct pd_bin){ d->rt->fp.map.p, d->rt->fp.map.n }, &e)) {
     case PD_FP_DIFFERS:
         reject_kv(d, r, &e);
-        return;
+        return false;
     case PD_FP_ADVISORY:
         if (!d->warned_advisory)
             pd_warn("%s: output may differ from prefill's in the last bits", e.msg);
@@ -406,6 +415,46 @@ static void take_offer(struct decoder *d, const struct pd_rec *rec)
     case PD_FP_SAME:
         break;
     }
+    return true;
+}
+
+static void take_offer(struct decoder *d, const struct pd_rec *rec)
+{
+    struct pd_err e = { 0 };
+    struct pd_arena mem = { 0 };
+    struct pd_kvdesc desc;
+    char run[PD_RUN_LEN + 1];
+    int rc = pd_kvdesc_decode(rec->p, rec->n, &mem, &desc, &e);
+    run_of_raw(rec, run);
+    if (run_find(d, run) || pd_seen_has(&d->answered, run)) {
+        pd_fail(&e, PD_ECORRUPT, "run %s: a second offer", run);
+        stray(d, run, &e);
+        pd_arena_free(&mem);
+        return;
+    }
+    struct pd_err why = e;
+    struct dc_run *r = run_new(d, &e);
+    if (!r) {
+        fatal(d, &e);
+        pd_arena_free(&mem);
+        return;
+    }
+    r->in.mem = mem;
+    r->in.req.n = 1;
+    memcpy(r->in.req.run, run, sizeof run);
+    if (rc == 0) {
+        r->desc = desc;
+        rc = adopt_desc(d, r, &why);
+    }
+    if (rc < 0) {
+        memcpy(d->told, run, sizeof run);       /* the rest of the run is dropped without another word */
+        pd_err_prefix(&why, "kv refused");
+        refuse(d, r, &why);
+        return;
+    }
+    pd_run_state(d->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
+    if (!same_identity(d, r))
+        return;
     uint32_t bs = (uint32_t)pd_pool_geom(d->rt->pool)->block_size;
     wait_for_blocks(d, (r->desc.n_tokens + bs - 1) / bs + 1);
     if (pd_import_begin(d->rt->pool, &r->desc, &r->import, &e) < 0)
@@ -431,10 +480,8 @@ static void take_chunk(struct decoder *d, const struct pd_rec *rec)
         return;
     }
     d->dropped_chunks++;
-    if (d->o->keep_going)
-        return;
-    pd_error("%s", e.msg);
-    d->status = pd_exit_worse(d->status, e.code);
+    if (!d->o->keep_going)
+        stray(d, c.run, &e);
 }
 
 /* The run ended with its first tokens: every choice did? */
@@ -497,15 +544,9 @@ static void fall_back(struct decoder *d, struct dc_run *r)
 static void before_us_of(struct dc_run *r)
 {
     struct pd_bin v;
-    if (!r->desc.t.p || pd_map_find(r->desc.t.p, r->desc.t.n, "total_us", &v) != 1 || v.n < 1)
-        return;
-    uint64_t x = 0;
-    if (v.p[0] < 0x80)
-        x = v.p[0];
-    else if (v.p[0] >= 0xcc && v.p[0] <= 0xcf && v.n == 1 + ((size_t)1 << (v.p[0] - 0xcc)))
-        for (size_t i = 1; i < v.n; i++)
-            x = x << 8 | v.p[i];
-    r->before_us = x < (uint64_t)1 << 50 ? (int64_t)x : 0;
+    int64_t us;
+    if (r->desc.t.p && pd_map_find(r->desc.t.p, r->desc.t.n, "total_us", &v) == 1 && pd_get_int(v, &us) && us >= 0 && us < (int64_t)1 << 50)
+        r->before_us = us;
 }
 
 static void take_kv(struct decoder *d, const struct pd_rec *rec)
@@ -514,28 +555,19 @@ static void take_kv(struct decoder *d, const struct pd_rec *rec)
     struct pd_arena mem = { 0 };
     struct pd_kvdesc kv;
     int rc = pd_kvdesc_decode(rec->p, rec->n, &mem, &kv, &e);
+    char name[PD_RUN_LEN + 1];
+    run_of_raw(rec, name);
+    struct dc_run *r = run_find(d, name);
+    if (rc == 0 && ((r && (r->submitted || !r->remote)) || pd_seen_has(&d->answered, name)))
+        rc = pd_fail(&e, PD_ECORRUPT, "a second kv record");
     if (rc < 0) {       /* the tokens themselves are in doubt: no recompute */
-        struct pd_bin run;
-        struct dc_run *r = NULL;
-        char name[PD_RUN_LEN + 1] = "";
-        if (pd_map_find(rec->p, rec->n, "run", &run) == 1 && run.n >= PD_RUN_LEN) {
-            memcpy(name, run.p + run.n - PD_RUN_LEN, PD_RUN_LEN);
-            r = run_find(d, name);
-        }
         pd_err_prefix(&e, "kv refused");
-        if (r && !r->submitted)
+        if (r && r->remote && !r->submitted)
             refuse(d, r, &e);
         else {
-            pd_error("run %s: %s", pd_run_valid(name, strlen(name)) ? name : "?", e.msg);
-            d->status = pd_exit_worse(d->status, e.code);
+            pd_err_prefix(&e, "run %s", name[0] ? name : "?");
+            stray(d, name, &e);
         }
-        pd_arena_free(&mem);
-        return;
-    }
-    struct dc_run *r = run_find(d, kv.run);
-    if (r && (r->submitted || !r->remote)) {
-        pd_error("run %s: a second kv record of a run that is decoding; dropped", kv.run);
-        d->status = pd_exit_worse(d->status, PD_ECORRUPT);
         pd_arena_free(&mem);
         return;
     }
@@ -552,6 +584,8 @@ static void take_kv(struct decoder *d, const struct pd_rec *rec)
     pd_arena_free(&r->in.mem);
     r->in.mem = mem;
     r->desc = kv;
+    if (!offered)
+        same_identity(d, r);
     if ((rc = adopt_desc(d, r, &e)) == 0 && (rc = make_choices(r, d->rt->model->tok, &e)) == 0 && !r->bad.code)
         rc = check_first(d, r, &e);
     r->in.t_accept = arrived;
@@ -664,7 +698,7 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
     d.tail = &d.head;
     struct pd_batch_cb cb = { &d, NULL, on_token, on_finished };
     struct pd_batch_opts bo = { rt->chunk, rt->max_seqs };
-    bool open = true;
+    bool open = true, starved = false;
     int rc = pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &bo, &cb, &d.batch, e);
     if (rc < 0)
         goto out;
@@ -675,8 +709,8 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
         }
         if (pd_stop_level())
             open = false;
-        if (open && d.n_active < 4 * rt->max_seqs) {
-            int got = take_record(&d, in, pd_batch_busy(d.batch) ? 0 : 500, e);
+        if (open && (d.n_active < 4 * rt->max_seqs || starved)) {       /* starved: imports hold the blocks, and must get on */
+            int got = take_record(&d, in, pd_batch_busy(d.batch) && !starved ? 0 : 500, e);
             if (got == 0)
                 open = false;
             else if (got < 0) {
@@ -693,8 +727,11 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
         if (pd_batch_busy(d.batch)) {
             struct pd_batch_stats before = pd_batch_stats(d.batch);
             step(&d);
-            if (pd_batch_stats(d.batch).steps == before.steps && pd_batch_busy(d.batch) && !(open && importing(&d)))
+            starved = pd_batch_stats(d.batch).steps == before.steps && pd_batch_busy(d.batch);
+            if (starved && !(open && importing(&d))) {
                 pd_batch_fail_oldest(d.batch);      /* nobody else holds blocks that could come back */
+                starved = false;
+            }
         }
         if (o->text)
             print_text(&d);
@@ -721,5 +758,6 @@ out:
     pd_batch_free(d.batch);
     while (d.head)
         run_free(&d, d.head);
+    pd_seen_free(&d.answered);
     return rc;
 }

@@ -267,7 +267,7 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
         goto refused;
     if ((rc = pd_seen_add(&p->seen, r->in.req.run, e)) != 0) {
         if (rc > 0)
-            pd_fail(e, PD_EFAIL, "request: run %s came already in this stream (leave run out: one is made)", r->in.req.run);
+            pd_fail(e, PD_EFAIL, PD_RUN_TWICE, r->in.req.run);
         pd_run_new(r->in.req.run, NULL);        /* the answer to the other keeps the name */
         goto refused;
     }

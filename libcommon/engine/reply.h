@@ -11,6 +11,7 @@ struct pd_intake {              /* one request, ready to run; free the arena to 
     int32_t *tokens; uint32_t n_tokens;         /* the arena's */
     int64_t t_accept;                           /* mono us */
 };
+#define PD_RUN_TWICE "request: run %s came already in this stream (leave run out: one is made)"
 /* Decodes, resolves, tokenises. On failure in->req holds what could be read (id, run), for the refusal. */
 int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e);
 void pd_intake_free(struct pd_intake *in);

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a stream should not bring and does: run ids that come twice, readers that stand still. On a tiny model."""
+"""What a stream should not bring and does: run ids that come twice, replays, a broken offer, KV of another model; readers that stand still. On tiny models."""
 import json
 import os
 import signal
@@ -10,6 +10,7 @@ import time
 
 B = os.path.abspath(os.environ.get("B", "build"))
 MODEL = "testdata/tiny/llama-q4_1.gguf"
+OTHER = "testdata/tiny/llama-q8_0.gguf"
 RUN = "01M8PAHHAT80TXBD0XZ6M6EGMJ"
 count = failed = 0
 
@@ -27,8 +28,8 @@ def run(cmd, data=b""):
     return subprocess.run(cmd, input=data.encode() if isinstance(data, str) else data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
 
 
-def prefill(*args):
-    return [f"{B}/bin/pd-prefill", "-m", MODEL, *args]
+def prefill(*args, m=MODEL):
+    return [f"{B}/bin/pd-prefill", "-m", m, *args]
 
 
 def decode(*args):
@@ -51,9 +52,47 @@ def twice(tmp):
     ok(x.returncode == 1 and y.returncode == 1 and set(rs) == {"first", "second"} and len(results(y.stdout)) == 2 and rs["first"]["mode"] == "remote"
        and len(rs["first"]["tokens"]) == 3 and rs["second"]["finish_reason"] == "error" and RUN.encode() in x.stderr,
        "a run id that comes twice: the first is served, the second refused", (x.stderr, y.stdout, y.stderr))
+    x = run(decode("--format", "json"), data)
+    rs = {r["id"]: r for r in results(x.stdout)}
+    ok(x.returncode == 1 and len(rs["first"]["tokens"]) == 3 and rs["second"]["finish_reason"] == "error" and rs["second"]["run"] != RUN, "the same aggregated", (x.stdout, x.stderr))
     x = run(prefill("-o", f"{tmp}/a.h5"), data)
     y = run(decode("--format", "json", "-i", f"{tmp}/a.h5"))
     ok(x.returncode == 1 and [r["id"] for r in results(y.stdout)] == ["first"], "and a dump keeps the first", (x.stderr, y.stdout, y.stderr))
+
+
+def replays():
+    """A whole run again, when it has been answered: no second result."""
+    kv = run(prefill(), lines([{"id": "a", "prompt": "x y", "max_tokens": 3}])).stdout
+    p = subprocess.Popen(decode("--format", "json"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p.stdin.write(kv)
+    p.stdin.flush()
+    line = p.stdout.readline()          # the result: it is answered
+    out, err = p.communicate(kv, timeout=60)
+    ok(len(results(line)) == 1 and not out and p.returncode == 4 and len(err.splitlines()) == 1 and b"second offer" in err, "a run replayed after its end: one line, exit 4, no second result",
+       (line, out, err, p.returncode))
+
+
+def broken_offer():
+    kv = bytearray(run(prefill(), lines([{"id": "a", "prompt": "x " * 40, "max_tokens": 3}, {"id": "b", "prompt": "y", "max_tokens": 2}])).stdout)
+    kv[kv.index(b"epoch") + 5] ^= 1
+    x = run(decode("--format", "json"), bytes(kv))
+    rs = results(x.stdout)
+    bad = [r for r in rs if r["finish_reason"] == "error"]
+    ok(x.returncode == 4 and len(rs) == 2 and len(bad) == 1 and not bad[0]["tokens"] and len(bad[0].get("run", "")) == 26 and len(x.stderr.splitlines()) == 1,
+       "a flipped bit in an offer: one line, one result that names the run, exit 4; the next run is served", (x.returncode, x.stdout, x.stderr))
+
+
+def other_model():
+    """A request that ends at prefill brings no KV, but its token is no less another model's."""
+    req = lines([{"id": "a", "token_ids": [1, 2, 3], "max_tokens": 1, "temperature": 0}])
+    theirs, mine = run(prefill(m=OTHER), req).stdout, results(run(decode("--format", "json"), req).stdout)[0]["tokens"]
+    x = run(decode("--format", "json"), theirs)
+    r = results(x.stdout)[0]
+    ok(x.returncode == 0 and r["mode"] == "local" and "weights_digest differs" in r["fallback"] and r["tokens"] == mine, "the first token of another model is not used", (x.stdout, x.stderr))
+    x = run(decode("--format", "json", "--on-mismatch", "fail"), theirs)
+    ok(x.returncode == 3 and b"weights_digest differs" in x.stderr and results(x.stdout)[0]["finish_reason"] == "error", "and with --on-mismatch fail it is refused: exit 3", (x.stdout, x.stderr))
+    r = results(run(decode("--format", "json"), run(prefill(), req).stdout).stdout)[0]
+    ok(r["mode"] == "remote" and r["tokens"] == mine and r["transferred_tokens"] == 0, "that of the same model is, and nothing was transferred", r)
 
 
 def stands_still():
@@ -79,6 +118,9 @@ def stands_still():
 
 with tempfile.TemporaryDirectory() as folder:
     twice(folder)
+    replays()
+    broken_offer()
+    other_model()
     stands_still()
 print(f"1..{count}")
 sys.exit(failed > 0)
