@@ -75,6 +75,8 @@ REQS = [
     {"id": "long", "prompt": "word " * 60, "max_tokens": 10, "temperature": 0, "stop": ["zzz"]},
     {"id": "one", "prompt": "Only the first", "max_tokens": 1, "temperature": 0},
 ]
+for req in REQS:
+    req["logprobs"] = True      # so that what is compared is the bits of the logits, not only what was drawn from them
 
 
 def main():
