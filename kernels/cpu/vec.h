@@ -355,7 +355,6 @@ INL vf vf_exp(vf x)
     x = vf_min(vf_set1(89.0f), vf_max(vf_set1(-104.5f), x));            /* both return x when it is NaN */
     vf magic = vf_set1(0x1.8p23f);
     vf t = vf_fma(x, vf_set1(0x1.715476p+0f), magic);                   /* rounds x log2(e) to an integer in the low bits */
-    vi n = vi_sub(vf_bits(t), vf_bits(magic));
     vf nf = vf_sub(t, magic);
     vf r = vf_fma(nf, vf_set1(-0x1.62e400p-1f), x);
     r = vf_fma(nf, vf_set1(-0x1.7f7d1cp-20f), r);
@@ -367,9 +366,14 @@ INL vf vf_exp(vf x)
     p = vf_fma(p, r, vf_set1(0.5f));
     p = vf_fma(vf_mul(p, r), r, r);
     p = vf_add(p, vf_set1(1.0f));
+#if defined(PD_ISA_AVX512)
+    return _mm512_scalef_ps(p, nf);                                     /* rounds once, as the two steps below do */
+#else
+    vi n = vi_sub(vf_bits(t), vf_bits(magic));
     vi n1 = vi_sar1(n), n2 = vi_sub(n, n1), bias = vi_set1(127);
     p = vf_mul(p, vf_of(vi_shl23(vi_add(n1, bias))));
     return vf_mul(p, vf_of(vi_shl23(vi_add(n2, bias))));
+#endif
 }
 
 #endif
