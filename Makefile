@@ -104,7 +104,7 @@ install: all
 	install -m755 $(CMDS) $(DESTDIR)$(PREFIX)/bin
 	install -m644 $(B)/libpd.a $(DESTDIR)$(PREFIX)/lib
 	install -m755 $(PLUGIN) $(DESTDIR)$(PREFIX)/lib/pd/hdf5-plugin
-	for f in libcommon/*/*.h kernels/kernels.h; do install -Dm644 $$f $(DESTDIR)$(PREFIX)/include/pd/$$f; done
+	for f in libcommon/*/*.h libcommon/*/*/*.h kernels/kernels.h; do install -Dm644 $$f $(DESTDIR)$(PREFIX)/include/pd/$$f; done
 	for s in 1 5 7; do for f in man/*.$$s; do install -m644 $$f $(DESTDIR)$(PREFIX)/share/man/man$$s; done; done
 	for c in $(notdir $(CMDS)); do install -m644 scripts/completion/pd.bash $(DESTDIR)$(PREFIX)/share/bash-completion/completions/$$c; done
 clean:

@@ -7,19 +7,19 @@
 
 static int add_bytes(void *data, const char *p, size_t n)
 {
-    struct pd_pack *k = data;
+    struct pd_packer *k = data;
     if (!k->rc)
         k->rc = pd_buf_add(k->b, p, n, k->e);
     return k->rc ? -1 : 0;
 }
 
-void pd_pack_init(struct pd_pack *k, struct pd_buf *b, struct pd_err *e)
+void pd_pack_init(struct pd_packer *k, struct pd_buf *b, struct pd_err *e)
 {
-    *k = (struct pd_pack){ .b = b, .e = e };
+    *k = (struct pd_packer){ .b = b, .e = e };
     msgpack_packer_init(&k->pk, k, add_bytes);
 }
 
-void pd_pack_str(struct pd_pack *k, struct pd_str s)
+void pd_pack_str(struct pd_packer *k, struct pd_str s)
 {
     if (s.n > UINT32_MAX && !k->rc)
         k->rc = pd_fail(k->e, PD_EFAIL, "a string of %zu bytes is too long for a record", s.n);
@@ -27,12 +27,12 @@ void pd_pack_str(struct pd_pack *k, struct pd_str s)
     msgpack_pack_str_body(&k->pk, s.p, s.n);
 }
 
-void pd_pack_text(struct pd_pack *k, const char *s)
+void pd_pack_text(struct pd_packer *k, const char *s)
 {
     pd_pack_str(k, (struct pd_str){ s, strlen(s) });
 }
 
-void pd_pack_bin(struct pd_pack *k, const void *p, size_t n)
+void pd_pack_bin(struct pd_packer *k, const void *p, size_t n)
 {
     if (n > UINT32_MAX && !k->rc)
         k->rc = pd_fail(k->e, PD_EFAIL, "bin of %zu bytes is too long for a record", n);
@@ -40,19 +40,19 @@ void pd_pack_bin(struct pd_pack *k, const void *p, size_t n)
     msgpack_pack_bin_body(&k->pk, p, n);
 }
 
-void pd_pack_raw(struct pd_pack *k, const void *p, size_t n)
+void pd_pack_raw(struct pd_packer *k, const void *p, size_t n)
 {
     add_bytes(k, p, n);
 }
 
-void pd_pack_float(struct pd_pack *k, const char *name, double v)
+void pd_pack_float(struct pd_packer *k, const char *name, double v)
 {
     if (!isfinite(v) && !k->rc)
         k->rc = pd_fail(k->e, PD_EFAIL, "%s is not a finite number; a record cannot hold it", name);
     msgpack_pack_double(&k->pk, v);
 }
 
-void pd_pack_top(struct pd_pack *k, const struct pd_top *top, uint32_t n)
+void pd_pack_top(struct pd_packer *k, const struct pd_top *top, uint32_t n)
 {
     msgpack_pack_array(&k->pk, n);
     for (uint32_t i = 0; i < n; i++) {
@@ -88,7 +88,7 @@ static bool present(const struct pd_field *f, const void *rec)
     }
 }
 
-static void pack_text_checked(const char *name, struct pd_str s, struct pd_pack *k)
+static void pack_text_checked(const char *name, struct pd_str s, struct pd_packer *k)
 {
     long bad = pd_utf8_invalid(s.p, s.n);
     if (bad >= 0 && !k->rc)
@@ -96,7 +96,7 @@ static void pack_text_checked(const char *name, struct pd_str s, struct pd_pack 
     pd_pack_str(k, s);
 }
 
-static void pack_mended(struct pd_str s, struct pd_pack *k)
+static void pack_mended(struct pd_str s, struct pd_packer *k)
 {
     struct pd_buf b = { 0 };
     uint32_t cp;
@@ -109,7 +109,7 @@ static void pack_mended(struct pd_str s, struct pd_pack *k)
     pd_buf_free(&b);
 }
 
-static void pack_field(const struct pd_field *f, const void *rec, struct pd_pack *k)
+static void pack_field(const struct pd_field *f, const void *rec, struct pd_packer *k)
 {
     msgpack_packer *pk = &k->pk;
     switch ((enum pd_field_type)f->type) {
@@ -155,7 +155,7 @@ static void pack_field(const struct pd_field *f, const void *rec, struct pd_pack
     }
 }
 
-void pd_fields_encode(const struct pd_table *t, const void *rec, bool top, uint64_t leave_out, uint32_t more, struct pd_pack *k)
+void pd_fields_encode(const struct pd_table *t, const void *rec, bool top, uint64_t leave_out, uint32_t more, struct pd_packer *k)
 {
     const struct pd_extra *extra = t->extra >= 0 ? at(rec, (size_t)t->extra) : NULL;
     uint32_t pairs = (top ? 2 : 0) + more + (extra ? extra->pairs : 0);
@@ -185,7 +185,7 @@ void pd_fields_encode(const struct pd_table *t, const void *rec, bool top, uint6
         pd_pack_raw(k, extra->p, extra->n);
 }
 
-int pd_record_close(struct pd_pack *k, size_t from)
+int pd_record_close(struct pd_packer *k, size_t from)
 {
     struct pd_frame_scan s = { 0 };
     size_t len, n = k->b->n - from;
@@ -413,7 +413,7 @@ static int unpack_field(const struct pd_field *f, struct pd_bin v, void *rec, st
 
 static int keep_extra(struct pd_extra *x, struct pd_buf *all, struct pd_str key, struct pd_bin v, struct pd_unpack *u)
 {
-    struct pd_pack k;
+    struct pd_packer k;
     if (memchr(key.p, 0, key.n) || pd_utf8_invalid(key.p, key.n) >= 0)
         return pd_fail(u->e, u->code, "a key holds NUL or invalid UTF-8");
     pd_pack_init(&k, all, u->e);

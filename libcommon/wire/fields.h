@@ -7,14 +7,14 @@
 #include "value.h"
 
 /* Packing into a pd_buf with msgpack-c. Calls need no check one by one: the first failure stays in rc. */
-struct pd_pack { msgpack_packer pk; struct pd_buf *b; struct pd_err *e; int rc; };
-void pd_pack_init(struct pd_pack *k, struct pd_buf *b, struct pd_err *e);
-void pd_pack_str(struct pd_pack *k, struct pd_str s);
-void pd_pack_text(struct pd_pack *k, const char *s);
-void pd_pack_bin(struct pd_pack *k, const void *p, size_t n);
-void pd_pack_raw(struct pd_pack *k, const void *p, size_t n);   /* msgpack already */
+struct pd_packer { msgpack_packer pk; struct pd_buf *b; struct pd_err *e; int rc; };
+void pd_pack_init(struct pd_packer *k, struct pd_buf *b, struct pd_err *e);
+void pd_pack_str(struct pd_packer *k, struct pd_str s);
+void pd_pack_text(struct pd_packer *k, const char *s);
+void pd_pack_bin(struct pd_packer *k, const void *p, size_t n);
+void pd_pack_raw(struct pd_packer *k, const void *p, size_t n);   /* msgpack already */
 /* A float of a record is a float64 on the wire, so that JSON brings it back bit for bit; refused when not finite. */
-void pd_pack_float(struct pd_pack *k, const char *name, double v);
+void pd_pack_float(struct pd_packer *k, const char *name, double v);
 
 /* What a decoder needs at hand. `code`: PD_EFAIL for a request (a bad one fails alone), PD_ECORRUPT for what programs write. */
 struct pd_unpack { struct pd_arena *a; struct pd_err *e; int code; };
@@ -51,7 +51,7 @@ struct pd_field {
     uint8_t type, flags;
     uint16_t off, size, aux;
     uint32_t bit;
-    void (*enc)(const void *rec, struct pd_pack *k);                    /* PD_F_CUSTOM: the value */
+    void (*enc)(const void *rec, struct pd_packer *k);                    /* PD_F_CUSTOM: the value */
     int (*dec)(void *rec, struct pd_bin v, struct pd_unpack *u);        /* NULL: written only, or skipped */
 };
 #define PD_FIELD(T, m) .off = offsetof(T, m), .size = sizeof(((T *)0)->m)
@@ -60,13 +60,13 @@ struct pd_table { const char *kind; const struct pd_field *f; int n; int extra; 
 
 /* Append a map: pd and v first when `top`, then the present fields in the table's order (those in the mask `leave_out` by index excepted), then extra,
  * then room in the count for `more` pairs that the caller packs. */
-void pd_fields_encode(const struct pd_table *t, const void *rec, bool top, uint64_t leave_out, uint32_t more, struct pd_pack *k);
+void pd_fields_encode(const struct pd_table *t, const void *rec, bool top, uint64_t leave_out, uint32_t more, struct pd_packer *k);
 /* Fill *rec (zeroed by the caller) from a map. Messages begin with t->kind. */
 int pd_fields_decode(const struct pd_table *t, struct pd_bin map, void *rec, struct pd_unpack *u);
 /* A whole top-level record: framed, keys distinct, `pd` is t->kind (or absent, when a request), `v` is 1. */
 int pd_record_open(const char *kind, const void *rec, size_t n, bool kind_optional, struct pd_unpack *u);
 /* After packing: the record obeys the frame's rules, else the buffer is cut back to `from`. Returns k->rc. */
-int pd_record_close(struct pd_pack *k, size_t from);
+int pd_record_close(struct pd_packer *k, size_t from);
 
 /* Shared by several kinds. */
 int pd_unpack_str(const char *name, struct pd_bin v, struct pd_str *out, struct pd_unpack *u);
@@ -74,10 +74,10 @@ int pd_unpack_int(const char *name, struct pd_bin v, int64_t lo, int64_t hi, int
 int pd_unpack_float(const char *name, struct pd_bin v, float *out, struct pd_unpack *u);
 int pd_unpack_ids(const char *name, struct pd_bin v, int32_t **out, uint32_t *n, struct pd_unpack *u);   /* a list of whole numbers >= 0, or bin of int32 LE */
 int pd_unpack_raw(const char *name, struct pd_bin v, struct pd_bin *out, struct pd_unpack *u);           /* canonical copy */
-void pd_pack_top(struct pd_pack *k, const struct pd_top *top, uint32_t n);
+void pd_pack_top(struct pd_packer *k, const struct pd_top *top, uint32_t n);
 int pd_unpack_top(struct pd_bin v, struct pd_top **top, uint32_t *n, struct pd_unpack *u);
 
 /* A request inside another record has no pd, v and run, and may lack its prompt (its tokens are the record's own). */
-void pd_request_pack_inside(const struct pd_request *r, struct pd_pack *k);
+void pd_request_pack_inside(const struct pd_request *r, struct pd_packer *k);
 int pd_request_unpack_inside(struct pd_bin v, struct pd_request *r, struct pd_unpack *u);
 #endif

@@ -168,7 +168,7 @@ static void *watched_malloc(size_t n)
 
 static void watch_memory(void) { json_set_alloc_funcs(watched_malloc, pd_free); }
 
-static int from_base64(const char *s, size_t n, struct pd_pack *k)
+static int from_base64(const char *s, size_t n, struct pd_packer *k)
 {
     int8_t value[256];
     memset(value, -1, sizeof value);
@@ -201,7 +201,7 @@ static int from_base64(const char *s, size_t n, struct pd_pack *k)
     return 0;
 }
 
-static int from_json(const json_t *j, int depth, struct pd_pack *k)
+static int from_json(const json_t *j, int depth, struct pd_packer *k)
 {
     int rc = 0;
     switch (json_typeof(j)) {
@@ -262,7 +262,7 @@ int pd_json_to_msgpack(const char *line, size_t n, struct pd_buf *out, struct pd
     }
     if (!j)
         return pd_fail(e, PD_EFAIL, "bad JSON at byte %d: %s", je.position, je.text);
-    struct pd_pack k;
+    struct pd_packer k;
     size_t old = out->n;
     pd_pack_init(&k, out, e);
     int rc = json_is_object(j) ? from_json(j, PD_MAX_DEPTH, &k) : pd_fail(e, PD_EFAIL, "a record must be a JSON object");

@@ -49,7 +49,7 @@ const char *pd_id_text(struct pd_bin id, char *out, size_t cap)
 
 static int encode(const struct pd_table *t, const void *rec, struct pd_buf *b, struct pd_err *e)
 {
-    struct pd_pack k;
+    struct pd_packer k;
     size_t from = b->n;
     pd_pack_init(&k, b, e);
     pd_fields_encode(t, rec, true, 0, 0, &k);
@@ -76,7 +76,7 @@ static const struct pd_table chunk_table = { "chunk", chunk_field, CHUNK_DATA + 
 
 int pd_chunk_encode_head(const struct pd_chunk *c, struct pd_buf *b, struct pd_err *e)
 {
-    struct pd_pack k;
+    struct pd_packer k;
     size_t from = b->n;
     pd_pack_init(&k, b, e);
     pd_fields_encode(&chunk_table, c, true, 1ull << CHUNK_DATA, 1, &k);
@@ -97,7 +97,7 @@ int pd_chunk_decode(const void *rec, size_t n, struct pd_chunk *c, struct pd_err
 
 /* ---- token ---- */
 
-static void token_enc_top(const void *rec, struct pd_pack *k)
+static void token_enc_top(const void *rec, struct pd_packer *k)
 {
     const struct pd_token *t = rec;
     pd_pack_top(k, t->top, t->n_top);
@@ -126,7 +126,7 @@ int pd_token_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_tok
 
 /* ---- result ---- */
 
-static void result_enc_logprobs(const void *rec, struct pd_pack *k)
+static void result_enc_logprobs(const void *rec, struct pd_packer *k)
 {
     const struct pd_result *r = rec;
     msgpack_pack_array(&k->pk, r->n_tokens);
@@ -181,7 +181,7 @@ int pd_result_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_re
 
 /* ---- error ---- */
 
-static void error_enc_code(const void *rec, struct pd_pack *k)
+static void error_enc_code(const void *rec, struct pd_packer *k)
 {
     msgpack_pack_int(&k->pk, ((const struct pd_error_rec *)rec)->code);
 }

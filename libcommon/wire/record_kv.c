@@ -13,7 +13,7 @@ static const struct pd_kvdesc *desc(const void *rec) { return rec; }
 static const struct pd_field fp_field[] = { { "sha", PD_F_BYTES, PD_FF_REQ, D(fp_sha) }, { "fields", PD_F_MAP, PD_FF_REQ, D(fp_fields) } };
 static const struct pd_table fp_table = { "fingerprint", fp_field, 2, -1 };
 
-static void enc_fp(const void *rec, struct pd_pack *k) { pd_fields_encode(&fp_table, rec, false, 0, 0, k); }
+static void enc_fp(const void *rec, struct pd_packer *k) { pd_fields_encode(&fp_table, rec, false, 0, 0, k); }
 
 static int dec_fp(void *rec, struct pd_bin v, struct pd_unpack *u)
 {
@@ -32,7 +32,7 @@ static int dec_fp(void *rec, struct pd_bin v, struct pd_unpack *u)
 
 /* ---- token_ids: bin of int32, little-endian ---- */
 
-static void enc_ids(const void *rec, struct pd_pack *k) { pd_pack_bin(k, desc(rec)->token_ids, (size_t)desc(rec)->n_tokens * 4); }
+static void enc_ids(const void *rec, struct pd_packer *k) { pd_pack_bin(k, desc(rec)->token_ids, (size_t)desc(rec)->n_tokens * 4); }
 
 static int dec_ids(void *rec, struct pd_bin v, struct pd_unpack *u)
 {
@@ -47,7 +47,7 @@ static int dec_ids(void *rec, struct pd_bin v, struct pd_unpack *u)
 }
 
 /* n_tokens is told apart from the row's length; the two must agree. */
-static void enc_n(const void *rec, struct pd_pack *k) { msgpack_pack_uint32(&k->pk, desc(rec)->n_tokens); }
+static void enc_n(const void *rec, struct pd_packer *k) { msgpack_pack_uint32(&k->pk, desc(rec)->n_tokens); }
 
 /* ---- layout, payload ---- */
 
@@ -58,7 +58,7 @@ static const struct pd_field layout_field[] = {
     { "head_dim", PD_F_U32, PD_FF_REQ, L(head_dim) } };
 static const struct pd_table layout_table = { "layout", layout_field, sizeof layout_field / sizeof *layout_field, -1 };
 
-static void enc_layout(const void *rec, struct pd_pack *k) { pd_fields_encode(&layout_table, &desc(rec)->layout, false, 0, 0, k); }
+static void enc_layout(const void *rec, struct pd_packer *k) { pd_fields_encode(&layout_table, &desc(rec)->layout, false, 0, 0, k); }
 static int dec_layout(void *rec, struct pd_bin v, struct pd_unpack *u) { return pd_fields_decode(&layout_table, v, &((struct pd_kvdesc *)rec)->layout, u); }
 
 #define P(m) PD_FIELD(struct pd_payload, m)
@@ -68,7 +68,7 @@ static const struct pd_field payload_field[] = {
     { "codec", PD_F_CHARS, PD_FF_REQ, P(codec) } };
 static const struct pd_table payload_table = { "payload", payload_field, sizeof payload_field / sizeof *payload_field, -1 };
 
-static void enc_payload(const void *rec, struct pd_pack *k)
+static void enc_payload(const void *rec, struct pd_packer *k)
 {
     if (desc(rec)->payload.scheme[0])
         pd_fields_encode(&payload_table, &desc(rec)->payload, false, 0, 0, k);
@@ -85,7 +85,7 @@ static int dec_payload(void *rec, struct pd_bin v, struct pd_unpack *u)
 
 /* ---- first: one a choice ---- */
 
-static void enc_first(const void *rec, struct pd_pack *k)
+static void enc_first(const void *rec, struct pd_packer *k)
 {
     const struct pd_kvdesc *d = rec;
     msgpack_pack_array(&k->pk, d->n_first);
@@ -135,7 +135,7 @@ static int dec_first(void *rec, struct pd_bin v, struct pd_unpack *u)
 
 /* ---- the whole ---- */
 
-static void enc_request(const void *rec, struct pd_pack *k) { pd_request_pack_inside(&desc(rec)->request, k); }
+static void enc_request(const void *rec, struct pd_packer *k) { pd_request_pack_inside(&desc(rec)->request, k); }
 static int dec_request(void *rec, struct pd_bin v, struct pd_unpack *u) { return pd_request_unpack_inside(v, &((struct pd_kvdesc *)rec)->request, u); }
 
 static const struct pd_field field[] = {
@@ -151,7 +151,7 @@ static const struct pd_table offer_table = { "offer", field, N_FIELDS, offsetof(
 
 int pd_kvdesc_encode(const struct pd_kvdesc *d, struct pd_buf *b, struct pd_err *e)
 {
-    struct pd_pack k;
+    struct pd_packer k;
     size_t from = b->n;
     uint8_t sum[8];
     pd_pack_init(&k, b, e);

@@ -13,7 +13,7 @@ static int list_too_long(const char *name, uint64_t n, int most, struct pd_unpac
 
 /* ---- messages: [{role, content}], content a string or a list of text parts ---- */
 
-static void enc_messages(const void *rec, struct pd_pack *k)
+static void enc_messages(const void *rec, struct pd_packer *k)
 {
     const struct pd_request *r = rec;
     msgpack_pack_array(&k->pk, r->n_messages);
@@ -57,7 +57,7 @@ static int dec_parts(struct pd_bin v, struct pd_str *out, struct pd_unpack *u)
     return rc;
 }
 
-static void enc_content_never(const void *rec, struct pd_pack *k) { pd_pack_str(k, ((const struct pd_message *)rec)->content); }
+static void enc_content_never(const void *rec, struct pd_packer *k) { pd_pack_str(k, ((const struct pd_message *)rec)->content); }
 
 static int dec_content(void *rec, struct pd_bin v, struct pd_unpack *u)
 {
@@ -89,7 +89,7 @@ static int dec_messages(void *rec, struct pd_bin v, struct pd_unpack *u)
 
 /* ---- stop: one string or a list ---- */
 
-static void enc_stop(const void *rec, struct pd_pack *k)
+static void enc_stop(const void *rec, struct pd_packer *k)
 {
     const struct pd_request *r = rec;
     msgpack_pack_array(&k->pk, r->n_stop);
@@ -126,7 +126,7 @@ static int dec_stop_ids(void *rec, struct pd_bin v, struct pd_unpack *u)
     return !rc && r->n_stop_token_ids > MAX_STOP_IDS ? list_too_long("stop_token_ids", r->n_stop_token_ids, MAX_STOP_IDS, u) : rc;
 }
 
-static void enc_stop_ids(const void *rec, struct pd_pack *k)
+static void enc_stop_ids(const void *rec, struct pd_packer *k)
 {
     const struct pd_request *r = rec;
     msgpack_pack_array(&k->pk, r->n_stop_token_ids);
@@ -136,7 +136,7 @@ static void enc_stop_ids(const void *rec, struct pd_pack *k)
 
 /* ---- logit_bias: {"token id": bias}, string keys because JSON has no others ---- */
 
-static void enc_bias(const void *rec, struct pd_pack *k)
+static void enc_bias(const void *rec, struct pd_packer *k)
 {
     const struct pd_request *r = rec;
     msgpack_pack_map(&k->pk, r->n_logit_bias);
@@ -197,7 +197,7 @@ static int dec_bias(void *rec, struct pd_bin v, struct pd_unpack *u)
 
 /* ---- the rest ---- */
 
-static void enc_ids(const void *rec, struct pd_pack *k)
+static void enc_ids(const void *rec, struct pd_packer *k)
 {
     const struct pd_request *r = rec;
     msgpack_pack_array(&k->pk, r->n_token_ids);
@@ -232,7 +232,7 @@ static int dec_logprobs(void *rec, struct pd_bin v, struct pd_unpack *u)
     return 0;
 }
 
-static void enc_logprobs(const void *rec, struct pd_pack *k)
+static void enc_logprobs(const void *rec, struct pd_packer *k)
 {
     msgpack_pack_int32(&k->pk, ((const struct pd_request *)rec)->logprobs);
 }
@@ -301,14 +301,14 @@ int pd_request_unpack_inside(struct pd_bin v, struct pd_request *r, struct pd_un
 
 int pd_request_encode(const struct pd_request *r, struct pd_buf *b, struct pd_err *e)
 {
-    struct pd_pack k;
+    struct pd_packer k;
     size_t from = b->n;
     pd_pack_init(&k, b, e);
     pd_fields_encode(&table, r, true, 0, 0, &k);
     return pd_record_close(&k, from);
 }
 
-void pd_request_pack_inside(const struct pd_request *r, struct pd_pack *k)
+void pd_request_pack_inside(const struct pd_request *r, struct pd_packer *k)
 {
     pd_fields_encode(&table, r, false, 1ull << RUN | 1ull << TOKEN_IDS, 0, k);
 }

@@ -141,7 +141,7 @@ bool pd_get_bin(struct pd_bin v, struct pd_bin *out)
 }
 
 /* The place in the record is told by the callers' prefixes, one a level ("route: costs: ..."). */
-static int canon(struct pd_bin v, int depth, int code, struct pd_pack *k, struct pd_err *e)
+static int canon(struct pd_bin v, int depth, int code, struct pd_packer *k, struct pd_err *e)
 {
     struct pd_iter it;
     struct pd_str s;
@@ -221,7 +221,7 @@ static int canon(struct pd_bin v, int depth, int code, struct pd_pack *k, struct
 
 int pd_value_canon(struct pd_bin v, int depth, int code, struct pd_buf *out, struct pd_err *e)
 {
-    struct pd_pack k;
+    struct pd_packer k;
     size_t old = out->n;
     pd_pack_init(&k, out, e);
     int rc = canon(v, depth, code, &k, e);
