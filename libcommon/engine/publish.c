@@ -1,5 +1,8 @@
 #include <pthread.h>
+#include <signal.h>
 #include <sys/uio.h>
+#include <time.h>
+#include "../base/stop.h"
 #include "publish.h"
 #include "reply.h"
 
@@ -22,7 +25,7 @@ struct pd_publish {
     struct pd_dump_w *dump;
     const struct pd_pool *pool;
     pthread_t thread;
-    bool running, stop, flushed;
+    bool running, stop, ended_thread;
     pthread_mutex_t lock;
     pthread_cond_t more, room, done;
     struct job q[QUEUE];
@@ -111,6 +114,8 @@ static void *publisher(void *arg)
         pthread_cond_signal(&p->room);
         pthread_cond_broadcast(&p->done);
     }
+    p->ended_thread = true;
+    pthread_cond_broadcast(&p->done);
     pthread_mutex_unlock(&p->lock);
     return NULL;
 }
@@ -136,11 +141,24 @@ int pd_publish_new(struct pd_wstream *out, struct pd_dump_w *dump, const struct 
     return 0;
 }
 
+/* Waits a moment at a time: a signal wakes no condition, and a second one must end the command although the reader has stalled. */
+static void wait_a_moment(struct pd_publish *p, pthread_cond_t *c)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    t.tv_nsec += 100 * 1000000l;
+    t.tv_sec += t.tv_nsec / 1000000000l;
+    t.tv_nsec %= 1000000000l;
+    pthread_cond_timedwait(c, &p->lock, &t);
+    if (pd_stop_level() > 1 && !p->err.code)
+        pd_fail(&p->err, PD_ECANCEL, "stopped by a signal while the reader took nothing");
+}
+
 static int push(struct pd_publish *p, struct job j, struct pd_err *e)
 {
     pthread_mutex_lock(&p->lock);
     while (p->n == QUEUE && !p->err.code)
-        pthread_cond_wait(&p->room, &p->lock);
+        wait_a_moment(p, &p->room);
     int rc = p->err.code;
     if (rc && e)
         *e = p->err;
@@ -179,7 +197,7 @@ void *pd_publish_ended(struct pd_publish *p, bool wait)
 {
     pthread_mutex_lock(&p->lock);
     while (wait && !p->n_ended && p->n && !p->err.code)
-        pthread_cond_wait(&p->done, &p->lock);
+        wait_a_moment(p, &p->done);
     void *run = p->n_ended ? p->ended[--p->n_ended] : NULL;
     pthread_mutex_unlock(&p->lock);
     return run;
@@ -201,6 +219,11 @@ int pd_publish_finish(struct pd_publish *p, struct pd_err *e)
         pthread_mutex_lock(&p->lock);
         p->stop = true;
         pthread_cond_signal(&p->more);
+        while (!p->ended_thread) {
+            wait_a_moment(p, &p->done);
+            if (pd_stop_level() > 1 && !p->ended_thread)
+                pthread_kill(p->thread, SIGTERM);       /* out of a write that nobody reads; the handler is ours, since it has counted two */
+        }
         pthread_mutex_unlock(&p->lock);
         pthread_join(p->thread, NULL);
         p->running = false;
