@@ -5,6 +5,7 @@
 #include "batch.h"
 #include "decoder.h"
 #include "text.h"
+#include "../wire/value.h"
 
 struct choice {
     struct pd_text text;
@@ -17,7 +18,8 @@ struct choice {
 struct dc_run {
     struct pd_intake in;
     struct pd_kvdesc desc;      /* of a run that came with KV */
-    bool remote, submitted;
+    bool remote, submitted;     /* submitted: decided, also when it needed no decoding; before that a remote run is on its way */
+    bool told;                  /* its error went out */
     struct pd_import *import;
     struct pd_err bad;          /* why its KV is not used */
     char *fallback;             /* the arena's: the reason in the result */
@@ -29,6 +31,9 @@ struct dc_run {
     struct dc_run *next;        /* in order of input */
 };
 
+enum { MAX_ON_WAY = 16384,      /* runs whose KV is on its way: what prefill has in hand at the most */
+       MAX_GENS = 4096 };       /* generations remembered, so that one that comes again is known */
+
 struct decoder {
     struct pd_runtime *rt;
     const struct pd_decode_opts *o;
@@ -37,6 +42,9 @@ struct decoder {
     struct pd_trace *trace;
     struct dc_run *head, **tail;
     uint32_t n_active;          /* submitted, not finished */
+    uint32_t n_on_way;
+    uint8_t (*gens)[PD_GEN_LEN];        /* [MAX_GENS] of the runs that were closed last; a ring */
+    uint64_t n_gens;
     uint64_t dropped_chunks;
     bool warned_advisory;
     int status;
@@ -112,8 +120,11 @@ static void put_result(struct decoder *d, struct dc_run *r, uint32_t choice, con
     pd_buf_free(&b);
 }
 
+static bool on_way(const struct dc_run *r) { return r->remote && !r->submitted; }
+
 static void run_free(struct decoder *d, struct dc_run *r)
 {
+    d->n_on_way -= on_way(r);
     for (struct dc_run **q = &d->head; *q; q = &(*q)->next)
         if (*q == r) {
             *q = r->next;
@@ -168,12 +179,31 @@ static struct dc_run *run_new(struct decoder *d, struct pd_err *e)
     return r;
 }
 
-static struct dc_run *run_find(struct decoder *d, const char *run)
+enum match { BY_GEN,        /* of this generation, or one whose offer could not be read */
+             BY_NAME };     /* failing that any of the run's id */
+
+/* A run whose KV is on its way. Two may have one run id. */
+static struct dc_run *find_on_way(struct decoder *d, const char *run, const uint8_t *gen, enum match how)
 {
-    for (struct dc_run *r = d->head; r; r = r->next)
-        if (!strcmp(r->in.req.run, run))
+    struct dc_run *named = NULL;
+    for (struct dc_run *r = d->head; r; r = r->next) {
+        if (!on_way(r) || strcmp(r->in.req.run, run))
+            continue;
+        if (gen && !memcmp(r->desc.gen, gen, sizeof r->desc.gen))
             return r;
-    return NULL;
+        if (!named && (how == BY_NAME || !r->desc.fp_fields.p))
+            named = r;
+    }
+    return named;
+}
+
+/* Was a run of this generation closed already? */
+static bool known_gen(const struct decoder *d, const uint8_t *gen)
+{
+    for (uint64_t i = 0; i < d->n_gens && i < MAX_GENS; i++)
+        if (!memcmp(d->gens[i], gen, PD_GEN_LEN))
+            return true;
+    return false;
 }
 
 static int make_choices(struct dc_run *r, const struct pd_tokenizer *tok, struct pd_err *e)
@@ -187,8 +217,7 @@ static int make_choices(struct dc_run *r, const struct pd_tokenizer *tok, struct
         if (q->prompt.p)
             rc = pd_buf_add(t, q->prompt.p, q->prompt.n, e);
         else
-            for (uint32_t k = 0; rc == 0 && k < r->in.n_tokens; k++)
-                rc = pd_detokenize(tok, r->in.tokens[k], false, k == 0, t, e);
+            rc = pd_text_echo(&r->choice[i].text, tok, r->in.tokens, r->in.n_tokens, e);
         if (rc < 0)
             return rc;
         r->choice[i].streamed = t->n;
@@ -264,7 +293,8 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
         pd_run_drop(d->batch, run);
         d->n_active--;
     }
-    if (why) {
+    if (why && !r->told) {
+        r->told = true;
         pd_refusal_log(&r->in.req, why);
         d->status = pd_exit_worse(d->status, why->code);
         struct pd_error_rec er = { .id = r->in.req.id, .code = pd_exit_status(why->code), .message = { why->msg, strlen(why->msg) }, .action = "abort" };
@@ -288,7 +318,7 @@ static void submit(struct decoder *d, struct dc_run *r, uint32_t *blocks, uint32
         j.first = r->desc.first;
         j.n_first = r->desc.n_first;
     }
-    r->submitted = true;
+    r->submitted = true;        /* its own, or set when its kv came */
     d->n_active++;
     pd_run_state(d->trace, r->in.req.run, blocks ? "decode_started" : "prefill_started", r->mode, NULL, 0, NULL);
     int rc = pd_batch_submit(d->batch, &j, &run, &e);
@@ -330,11 +360,12 @@ static void reject_kv(struct decoder *d, struct dc_run *r, const struct pd_err *
     r->import = NULL;
 }
 
-/* Room in the pool for an import: decoding goes on meanwhile, and the stream waits (its writer with it). */
-static void wait_for_blocks(struct decoder *d, uint32_t want)
+/* Room in the pool for an import and its first new block: decoding goes on meanwhile, and the stream waits (its writer with it). */
+static void wait_for_blocks(struct decoder *d, uint32_t n)
 {
     struct pd_err e;
-    for (;;) {
+    uint32_t max = pd_pool_stats(d->rt->pool).max, want = n < max ? n + 1 : max;
+    while (n <= max) {
         struct pd_pool_stats st = pd_pool_stats(d->rt->pool);
         if (st.max - st.used >= want || !pd_batch_busy(d->batch) || d->fatal.code || pd_stop_level() > 1)
             return;
@@ -351,63 +382,96 @@ static void wait_for_blocks(struct decoder *d, uint32_t want)
 static int adopt_desc(struct decoder *d, struct dc_run *r, struct pd_err *e)
 {
     struct pd_kvdesc *k = &r->desc;
+    d->n_on_way += !on_way(r);
     r->in.req = k->request;
     memcpy(r->in.req.run, k->run, sizeof r->in.req.run);
-    if (r->in.req.n < 1 || r->in.req.n > 128)
-        r->in.req.n = 1;
     r->in.tokens = (int32_t *)(uintptr_t)k->token_ids;
     r->in.n_tokens = k->n_tokens;
     r->in.t_accept = pd_mono_us();
     r->remote = true;
     r->mode = "remote";
-    struct pd_request q = k->request;
-    memcpy(q.run, k->run, sizeof q.run);
-    q.prompt = (struct pd_str){ "-", 1 };       /* the prompt went into token_ids; resolve only judges the sampling fields */
-    q.n_messages = 0;
-    q.has_token_ids = false;
-    return pd_request_resolve(&q, d->o->seed, e);
+    int rc = pd_request_resolve(&r->in.req, d->o->seed, e);     /* prefill has done so; a descriptor from elsewhere may lack a field or have an absurd one */
+    if (rc == 0)
+        rc = pd_check_adapter(&r->in.req, e);
+    if (r->in.req.n < 1 || r->in.req.n > 128)
+        r->in.req.n = 1;
+    return rc;
 }
 
+/* A number or text that both fingerprints have, and have alike. */
+static bool same_field(const struct decoder *d, const struct dc_run *r, const char *name)
+{
+    struct pd_bin a, b;
+    return pd_map_find(r->desc.fp_fields.p, r->desc.fp_fields.n, name, &a) == 1 && pd_map_find(d->rt->fp.map.p, d->rt->fp.map.n, name, &b) == 1 && a.n == b.n &&
+           !memcmp(a.p, b.p, a.n);
+}
+
+static bool compatible(struct decoder *d, const struct dc_run *r, struct pd_err *e)
+{
+    enum pd_fp_verdict v = pd_fp_compare(r->desc.fp_fields, (struct pd_bin){ d->rt->fp.map.p, d->rt->fp.map.n }, e);
+    if (v == PD_FP_ADVISORY && !d->warned_advisory) {
+        pd_warn("%s: output may differ from prefill's in the last bits", e->msg);
+        d->warned_advisory = true;
+    }
+    return v != PD_FP_DIFFERS;
+}
+
+/* An offer that is refused leaves its run on its way, spoilt: the kv record, which has all that a recompute needs, decides. */
 static void take_offer(struct decoder *d, const struct pd_rec *rec)
 {
     struct pd_err e;
-    struct dc_run *r = run_new(d, &e);
-    int rc = r ? pd_kvdesc_decode(rec->p, rec->n, &r->in.mem, &r->desc, &e) : PD_ENOMEM;
-    if (!r) {
+    struct pd_bin name;
+    struct pd_str run;
+    struct dc_run *twin, *r = d->n_on_way < MAX_ON_WAY ? run_new(d, &e) : NULL;
+    if (!r && d->n_on_way < MAX_ON_WAY) {
         fatal(d, &e);
         return;
     }
-    if (rc == 0) {
-        struct dc_run *twin = run_find(d, r->desc.run);
-        if (twin && twin != r) {
-            pd_fail(&e, PD_ECORRUPT, "a second offer of run %s", r->desc.run);
-            pd_error("%s", e.msg);
-            d->status = pd_exit_worse(d->status, PD_ECORRUPT);
+    if (!r) {
+        pd_error("an offer is dropped: the KV of %u runs is on its way already", d->n_on_way);
+        return;
+    }
+    if (pd_kvdesc_decode(rec->p, rec->n, &r->in.mem, &r->desc, &e) < 0) {
+        pd_err_prefix(&e, "offer");
+        r->remote = pd_map_find(rec->p, rec->n, "run", &name) == 1 && pd_get_str(name, &run) && pd_run_valid(run.p, run.n);
+        if (r->remote)
+            memcpy(r->in.req.run, run.p, PD_RUN_LEN);
+        twin = r->remote ? find_on_way(d, r->in.req.run, NULL, BY_NAME) : NULL;
+        if (!r->remote || twin != r) {
+            r->remote = false;
+            pd_error("run %s: %s", r->in.req.run[0] ? r->in.req.run : "?", e.msg);
+            d->status = pd_exit_worse(d->status, e.code);
+            if (twin)
+                reject_kv(d, twin, &e);
             run_free(d, r);
             return;
         }
-        rc = adopt_desc(d, r, &e);
-    }
-    if (rc < 0) {
-        pd_err_prefix(&e, "offer");
-        refuse(d, r, &e);
-        return;
-    }
-    pd_run_state(d->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
-    switch (pd_fp_compare(r->desc.fp_fields, (struct pd_bin){ d->rt->fp.map.p, d->rt->fp.map.n }, &e)) {
-    case PD_FP_DIFFERS:
+        r->in.req.n = 1;
+        d->n_on_way++;
         reject_kv(d, r, &e);
         return;
-    case PD_FP_ADVISORY:
-        if (!d->warned_advisory)
-            pd_warn("%s: output may differ from prefill's in the last bits", e.msg);
-        d->warned_advisory = true;
-        break;
-    case PD_FP_SAME:
-        break;
     }
+    twin = find_on_way(d, r->desc.run, r->desc.gen, BY_GEN);
+    if (known_gen(d, r->desc.gen) || (twin && !memcmp(twin->desc.gen, r->desc.gen, PD_GEN_LEN))) {
+        pd_error("run %s: its offer came twice; the second is dropped", r->desc.run);
+        d->status = pd_exit_worse(d->status, PD_ECORRUPT);
+        run_free(d, r);
+        return;
+    }
+    if (adopt_desc(d, r, &e) < 0) {
+        pd_err_prefix(&e, "offer");
+        reject_kv(d, r, &e);
+        return;
+    }
+    if (!compatible(d, r, &e)) {
+        reject_kv(d, r, &e);
+        return;
+    }
+    if (!r->desc.payload.scheme[0])     /* the run ended at prefill: its kv has all there is */
+        return;
+    pd_run_state(d->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
     uint32_t bs = (uint32_t)pd_pool_geom(d->rt->pool)->block_size;
-    wait_for_blocks(d, (r->desc.n_tokens + bs - 1) / bs + 1);
+    wait_for_blocks(d, (uint32_t)(((uint64_t)r->desc.n_tokens + bs - 1) / bs));
     if (pd_import_begin(d->rt->pool, &r->desc, &r->import, &e) < 0)
         reject_kv(d, r, &e);
 }
@@ -417,22 +481,19 @@ static void take_chunk(struct decoder *d, const struct pd_rec *rec)
     struct pd_err e;
     struct pd_chunk c;
     int rc = pd_chunk_decode(rec->p, rec->n, &c, &e);
-    struct dc_run *r = rc == 0 ? run_find(d, c.run) : NULL;
-    if (rc == 0 && r && r->import && !r->submitted)
-        rc = pd_import_chunk(r->import, &c, &e);
-    else if (rc == 0 && r && r->bad.code)
+    struct dc_run *r = rc == 0 ? find_on_way(d, c.run, c.gen, BY_NAME) : NULL;
+    if (r && r->bad.code)
         return;
-    else if (rc == 0)
-        rc = pd_fail(&e, PD_ECORRUPT, "chunk %u of run %s, which is not being received", c.index, c.run);
-    if (rc == 0)
-        return;
-    if (r && !r->submitted) {
+    if (r)
+        rc = r->import ? pd_import_chunk(r->import, &c, &e) : pd_fail(&e, PD_ECORRUPT, "chunk %u of run %s, which has no payload", c.index, c.run);
+    if (r && rc < 0)
         reject_kv(d, r, &e);
+    if (r)
         return;
-    }
-    d->dropped_chunks++;
-    if (d->o->keep_going)
-        return;
+    if (d->dropped_chunks++ || d->o->keep_going)
+        return;         /* told once, counted at the end */
+    if (rc == 0)
+        rc = pd_fail(&e, PD_ECORRUPT, "chunk %u of run %s, which is not being received", c.index, c.run);
     pd_error("%s", e.msg);
     d->status = pd_exit_worse(d->status, e.code);
 }
@@ -449,7 +510,7 @@ static bool ended_at_prefill(const struct decoder *d, const struct dc_run *r)
 static void finish_from_first(struct decoder *d, struct dc_run *r)
 {
     uint32_t n = r->desc.n_first;
-    for (uint32_t i = 0; i < n; i++) {
+    for (uint32_t i = 0; i < n; i++) {          /* the run is gone after its last choice */
         const struct pd_first *f = &r->desc.first[i];
         struct pd_sampled t = { f->token, r->in.req.logprobs || r->in.req.top_logprobs > 0, f->logprob, f->top, f->n_top };
         bool stop = deliver(d, r, i, 0, &t) || pd_is_stop_token(d->rt->model->tok, &r->in.req, f->token);
@@ -476,6 +537,13 @@ static void fall_back(struct decoder *d, struct dc_run *r)
     const char *kind = why->code == PD_EINCOMPAT ? "fingerprint_mismatch" : why->code == PD_ECORRUPT ? "integrity" : why->code == PD_ENOMEM ? "out_of_blocks" : "kv_failed";
     if (d->o->fail_on_mismatch) {
         pd_err_prefix(why, "kv refused");
+        refuse(d, r, why);
+        return;
+    }
+    if (!same_field(d, r, "tokenizer_digest")) {
+        pd_err_prefix(why, "kv refused");
+        struct pd_err both = *why;
+        pd_fail(why, PD_EINCOMPAT, "%.300s; the tokenizers differ, so its token ids mean other text here and cannot be recomputed", both.msg);
         refuse(d, r, why);
         return;
     }
@@ -520,10 +588,10 @@ static void take_kv(struct decoder *d, const struct pd_rec *rec)
         char name[PD_RUN_LEN + 1] = "";
         if (pd_map_find(rec->p, rec->n, "run", &run) == 1 && run.n >= PD_RUN_LEN) {
             memcpy(name, run.p + run.n - PD_RUN_LEN, PD_RUN_LEN);
-            r = run_find(d, name);
+            r = find_on_way(d, name, NULL, BY_NAME);
         }
         pd_err_prefix(&e, "kv refused");
-        if (r && !r->submitted)
+        if (r)
             refuse(d, r, &e);
         else {
             pd_error("run %s: %s", pd_run_valid(name, strlen(name)) ? name : "?", e.msg);
@@ -532,13 +600,14 @@ static void take_kv(struct decoder *d, const struct pd_rec *rec)
         pd_arena_free(&mem);
         return;
     }
-    struct dc_run *r = run_find(d, kv.run);
-    if (r && (r->submitted || !r->remote)) {
-        pd_error("run %s: a second kv record of a run that is decoding; dropped", kv.run);
+    if (known_gen(d, kv.gen)) {
+        pd_error("run %s: its kv record came twice; the second is dropped", kv.run);
         d->status = pd_exit_worse(d->status, PD_ECORRUPT);
         pd_arena_free(&mem);
         return;
     }
+    memcpy(d->gens[d->n_gens++ % MAX_GENS], kv.gen, sizeof kv.gen);
+    struct dc_run *r = find_on_way(d, kv.run, kv.gen, BY_GEN);
     bool offered = r != NULL;
     if (!r && !(r = run_new(d, &e))) {
         fatal(d, &e);
@@ -559,12 +628,16 @@ static void take_kv(struct decoder *d, const struct pd_rec *rec)
         refuse(d, r, &e);
         return;
     }
+    r->submitted = true;
+    d->n_on_way--;
     before_us_of(r);
+    if (!r->import && !r->bad.code && !compatible(d, r, &e))
+        reject_kv(d, r, &e);
     if (!r->bad.code && !r->import && ended_at_prefill(d, r)) {
         finish_from_first(d, r);
         return;
     }
-    if (!r->bad.code && !r->import) {
+    if (!r->bad.code && !r->import) {   /* as when the offer told of no payload, and the kv is not of a run that ended */
         pd_fail(&e, PD_ECORRUPT, offered ? "its KV was never received" : "kv came without its offer");
         reject_kv(d, r, &e);
     }
@@ -590,12 +663,21 @@ static void pass_through(struct decoder *d, const struct pd_rec *rec)
     if (rec->kind == PD_K_ERROR) {      /* an upstream filter's: the last command of a pipe tells */
         struct pd_arena mem = { 0 };
         struct pd_error_rec er;
-        if (pd_error_decode(rec->p, rec->n, &mem, &er, &e) == 0)
-            d->status = pd_exit_worse(d->status, er.code ? -er.code : PD_EFAIL);
+        int known = pd_error_decode(rec->p, rec->n, &mem, &er, &e);
+        d->status = pd_exit_worse(d->status, known == 0 && er.code > 0 ? -er.code : PD_EFAIL);
+        struct dc_run *r = known == 0 && er.run[0] ? find_on_way(d, er.run, NULL, BY_NAME) : NULL;
+        if (r)          /* it failed there, and its results come from there */
+            run_free(d, r);
         pd_arena_free(&mem);
     }
-    if (!d->o->text && pd_wstream_put(d->out, rec->p, rec->n, &e) < 0)
+    if (d->o->text || pd_wstream_put(d->out, rec->p, rec->n, &e) == 0)
+        return;
+    if (pd_wstream_failed(d->out) || e.code == PD_ENOMEM) {
         fatal(d, &e);
+        return;
+    }
+    pd_error("a record of kind %s is dropped: %s", pd_kind_name(rec->kind), e.msg);
+    d->status = pd_exit_worse(d->status, PD_EFAIL);
 }
 
 static int take_record(struct decoder *d, struct pd_rstream *in, int timeout, struct pd_err *e)
@@ -629,10 +711,10 @@ static void discard_unfinished(struct decoder *d)
 {
     for (struct dc_run *r = d->head, *next; r; r = next) {
         next = r->next;
-        if (r->submitted || !r->remote)
+        if (!on_way(r))
             continue;
         struct pd_err why;
-        pd_fail(&why, PD_ECORRUPT, "the stream ended before the run's kv record: its KV is discarded");
+        pd_fail(&why, PD_ECORRUPT, "the stream ended before the run's kv record: its KV is discarded%s%.300s", r->bad.code ? "; before that: " : "", r->bad.code ? r->bad.msg : "");
         refuse(d, r, &why);
     }
 }
@@ -649,12 +731,39 @@ static void step(struct decoder *d)
         pd_progress("decode: %llu tokens, %.0f tokens/s, %u runs in hand", (unsigned long long)st.decode_rows, (double)st.decode_rows / s, st.runs);
 }
 
-static bool importing(const struct decoder *d)
+/* The run that began last of those whose KV is being received. */
+static struct dc_run *youngest_import(const struct decoder *d)
 {
-    for (const struct dc_run *r = d->head; r; r = r->next)
-        if (r->import && !r->submitted)
-            return true;
+    struct dc_run *last = NULL;
+    for (struct dc_run *r = d->head; r; r = r->next)
+        if (r->import && on_way(r))
+            last = r;
+    return last;
+}
+
+/* Nothing could run for want of blocks. An import that holds some may end with the next record; one that does not is given up for those that decode (it is
+ * recomputed later); when there is none, the oldest run has outgrown the pool. True: wait for input. */
+static bool unstick(struct decoder *d, bool may_wait)
+{
+    struct pd_err e;
+    struct dc_run *r = youngest_import(d);
+    if (!r)
+        pd_batch_fail_oldest(d->batch);
+    else if (may_wait)
+        return true;
+    else {
+        pd_fail(&e, PD_ENOMEM, "its blocks were needed by runs that decode already (raise --kv-mem)");
+        reject_kv(d, r, &e);
+    }
     return false;
+}
+
+/* The input is over: what was still on its way gives its blocks back at once. */
+static void close_input(struct decoder *d, bool *open)
+{
+    *open = false;
+    if (!d->fatal.code)
+        discard_unfinished(d);
 }
 
 int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct pd_rstream *in, struct pd_wstream *out, struct pd_trace *trace, int *status,
@@ -664,37 +773,42 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
     d.tail = &d.head;
     struct pd_batch_cb cb = { &d, NULL, on_token, on_finished };
     struct pd_batch_opts bo = { rt->chunk, rt->max_seqs };
-    bool open = true;
-    int rc = pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &bo, &cb, &d.batch, e);
-    if (rc < 0)
+    bool open = true, stuck = false;    /* stuck: wait for input, as no run can go on before an import ends */
+    uint32_t limit = 4 * rt->max_seqs;
+    int rc;
+    if (!(d.gens = pd_calloc(MAX_GENS, sizeof *d.gens, "generations", e)))
+        return PD_ENOMEM;
+    if ((rc = pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &bo, &cb, &d.batch, e)) < 0)
         goto out;
     while (!d.fatal.code && (open || pd_batch_busy(d.batch))) {
         if (pd_stop_level() > 1) {
             rc = pd_fail(e, PD_ECANCEL, "stopped by a signal with %u runs unfinished", d.n_active);
             goto out;
         }
-        if (pd_stop_level())
-            open = false;
-        if (open && d.n_active < 4 * rt->max_seqs) {
-            int got = take_record(&d, in, pd_batch_busy(d.batch) ? 0 : 500, e);
-            if (got == 0)
-                open = false;
-            else if (got < 0) {
+        if (pd_stop_level() && open)
+            close_input(&d, &open);
+        if (open && d.n_active < limit) {
+            int got = take_record(&d, in, pd_batch_busy(d.batch) && !stuck ? 0 : 500, e);
+            if (got < 0) {
                 pd_err_prefix(e, "input");
                 pd_error("%s", e->msg);
                 d.status = pd_exit_worse(d.status, e->code);
-                open = false;
             }
+            if (got <= 0)
+                close_input(&d, &open);
             if (o->text)
                 print_text(&d);
+            if (stuck && got == 2)
+                unstick(&d, false);
+            stuck = false;
             if (got == 1)
                 continue;
         }
         if (pd_batch_busy(d.batch)) {
-            struct pd_batch_stats before = pd_batch_stats(d.batch);
+            uint64_t before = pd_batch_stats(d.batch).steps;
             step(&d);
-            if (pd_batch_stats(d.batch).steps == before.steps && pd_batch_busy(d.batch) && !(open && importing(&d)))
-                pd_batch_fail_oldest(d.batch);      /* nobody else holds blocks that could come back */
+            if (pd_batch_stats(d.batch).steps == before && pd_batch_busy(d.batch))
+                stuck = unstick(&d, open && d.n_active < limit);
         }
         if (o->text)
             print_text(&d);
@@ -702,12 +816,10 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
         if (pd_wstream_flush(out, &we) < 0)
             fatal(&d, &we);
     }
-    if (!d.fatal.code)
-        discard_unfinished(&d);
     if (o->text)
         print_text(&d);
     pd_progress_end();
-    if (d.dropped_chunks && o->keep_going)
+    if (d.dropped_chunks > 1 || (d.dropped_chunks && o->keep_going))
         pd_warn("%llu chunks of refused or unknown runs were dropped", (unsigned long long)d.dropped_chunks);
     if (d.fatal.code) {
         *e = d.fatal;
@@ -721,5 +833,6 @@ out:
     pd_batch_free(d.batch);
     while (d.head)
         run_free(&d, d.head);
+    pd_free(d.gens);
     return rc;
 }

@@ -1,8 +1,18 @@
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
+#include "../base/utf8.h"
 #include "../wire/frame.h"
+#include "../wire/value.h"
 #include "reply.h"
+
+/* An id that no record may carry (of another type, of broken text) cannot name the refusal either. */
+static bool id_is_plain(struct pd_bin id)
+{
+    struct pd_str s;
+    int64_t i;
+    return pd_get_int(id, &i) || (pd_get_str(id, &s) && pd_utf8_invalid(s.p, s.n) < 0);
+}
 
 int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e)
 {
@@ -12,7 +22,7 @@ int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, in
     int rc = pd_request_decode(rec, n, &in->mem, &in->req, e), rc2;
     if (rc < 0) {       /* keep what names it */
         struct pd_bin id;
-        if (!in->req.id.p && pd_map_find(rec, n, "id", &id) == 1 && id.n <= 256 && (in->req.id.p = pd_arena_dup(&in->mem, id.p, id.n, NULL)))
+        if (!in->req.id.p && pd_map_find(rec, n, "id", &id) == 1 && id.n <= 256 && id_is_plain(id) && (in->req.id.p = pd_arena_dup(&in->mem, id.p, id.n, NULL)))
             in->req.id.n = id.n;
         if (!in->req.run[0])
             pd_run_new(in->req.run, NULL);
