@@ -35,7 +35,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e);
     if (rc < 0 || (rc = pd_endpoint_open_in(from, connect_us, &in, e)) < 0 || (rc = pd_engine_reader(in.fd, from, &rs, e)) < 0)
         goto out;
-    struct pd_prefill_opts o = { .seed = pd_engine_cli.seed, .keep_going = pd_engine_cli.keep_going };
+    struct pd_prefill_opts o = { .seed = pd_engine_cli.seed, .keep_going = pd_engine_cli.keep_going, .max_record = (size_t)pd_cli_max_record(e) };
     rc = pd_prefill_run(&rt, &o, rs, ws, dump, trace, status, e);
     if (ws) {
         int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);

@@ -136,6 +136,16 @@ static void finish(struct pd_batch *b, struct pd_seq *s, const char *reason, con
     b->cb.finished(b->cb.ctx, s, reason, why);
 }
 
+/* A choice fails; the first one before the others were forked from it takes them along. The run may be gone after this. */
+static void fail_seq(struct pd_batch *b, struct pd_seq *s, const struct pd_err *why)
+{
+    struct pd_run *r = s->run;
+    for (uint32_t i = 1; s->choice == 0 && i < r->n_seqs; i++)
+        if (!r->seq[i].done && !r->seq[i].tokens.n)
+            finish(b, &r->seq[i], "error", why);
+    finish(b, s, "error", why);
+}
+
 /* A token joins its sequence and is reported; ends the choice where it must. The run may be gone after this. */
 static void accept_token(struct pd_batch *b, struct pd_seq *s, const struct pd_sampled *t)
 {
@@ -321,8 +331,11 @@ static void plan_step(struct pd_batch *b)
     for (struct pd_seq *s = b->head, *next; s && b->n_spans < b->o.max_seqs; s = next) {
         next = s->next;
         uint32_t pending = pd_seq_n(s) - s->n_kv, rows = pending == 1 ? 1 : pending < budget ? pending : budget;
-        if (!rows || !room_to_start(b, s))
+        if (!rows || !room_to_start(b, s)) {
+            if (s->run->prefill_only)   /* later ones do not overtake: runs leave in the order they came, and a large one is not starved */
+                break;
             continue;
+        }
         uint32_t want = s->run->prefill_only ? pd_seq_n(s) : s->n_kv + rows;
         if (ensure_blocks(b, s, want, &b->no_room) < 0)
             continue;
@@ -351,8 +364,14 @@ static void on_layer(void *ctx, int layer)
 static void sample_and_accept(struct pd_batch *b, struct pd_seq *s, float *logits)
 {
     struct pd_sampled t;
+    struct pd_err why;
     pd_sample(b->sampler, s->run->req, s->choice, pd_seq_tokens(s), pd_seq_n(s), s->run->n_prompt, logits, &t);
-    accept_token(b, s, &t);
+    if (t.token >= 0) {
+        accept_token(b, s, &t);
+        return;
+    }
+    pd_fail(&why, PD_EFAIL, "no token is left to choose from: min_tokens, ignore_eos and stop_token_ids ban the whole vocabulary");
+    finish(b, s, "error", &why);
 }
 
 static void take_logits(struct pd_batch *b, struct pd_seq *s, float *logits)
@@ -362,7 +381,7 @@ static void take_logits(struct pd_batch *b, struct pd_seq *s, float *logits)
     struct pd_err why;
     if (!isfinite(b->k->max(logits, V))) {
         pd_fail(&why, PD_ECORRUPT, "the model gave logits that are not finite at position %u: the model file is damaged or not a language model", pd_seq_n(s) - 1);
-        finish(b, s, "error", &why);
+        fail_seq(b, s, &why);
         return;
     }
     if (pd_seq_n(s) == r->n_prompt && s->choice == 0 && r->n_seqs > 1) {
@@ -388,7 +407,7 @@ void pd_batch_fail_oldest(struct pd_batch *b)
     if (!why.code)
         pd_fail(&why, PD_ENOMEM, "no KV blocks left for this run: give --kv-mem more");
     if (b->head)
-        finish(b, b->head, "error", &why);
+        fail_seq(b, b->head, &why);
 }
 
 int pd_batch_step(struct pd_batch *b, struct pd_err *e)
@@ -400,8 +419,9 @@ int pd_batch_step(struct pd_batch *b, struct pd_err *e)
         return 0;
     int rc = pd_forward(b->fwd, b->span, b->n_spans, b->cb.layer_done ? on_layer : NULL, b, &logits, e);
     if (rc < 0) {
+        struct pd_err why = *e;
         while (b->head)
-            finish(b, b->head, "error", e);
+            fail_seq(b, b->head, &why);
         b->n_spans = 0;
         return rc;
     }

@@ -6,6 +6,7 @@
 #include "../base/stop.h"
 #include "../kv/handover.h"
 #include "../kv/prefix.h"
+#include "../wire/frame.h"
 #include "batch.h"
 #include "prefiller.h"
 #include "publish.h"
@@ -134,6 +135,24 @@ static int describe(struct prefiller *p, struct pf_run *r, struct pd_err *e)
     return 0;
 }
 
+/* Can the descriptor be written at all? The request inside it may be nested too deep for one more level, or leave no room: it fails alone, before anything of it is sent. */
+static int check_desc(const struct prefiller *p, const struct pf_run *r, struct pd_err *e)
+{
+    struct pd_buf b = { 0 };
+    struct pd_kvdesc offer = r->desc;
+    const struct pd_request *q = &r->in.req;
+    size_t max = p->o->max_record ? p->o->max_record : PD_MAX_RECORD_DEFAULT, more = 256 + (size_t)q->n * (64 + (size_t)q->top_logprobs * 32);
+    offer.offer = true;
+    int rc = pd_kvdesc_encode(&offer, &b, e);
+    if (rc < 0 && rc != PD_ENOMEM) {
+        e->code = rc = PD_EFAIL;
+        pd_err_prefix(e, "request: its descriptor cannot be written");
+    } else if (rc == 0 && b.n + more > max)
+        rc = pd_fail(e, PD_EFAIL, "request: its descriptor of %zu bytes would be larger than a record of %zu (see --max-record)", b.n + more, max);
+    pd_buf_free(&b);
+    return rc;
+}
+
 static int put_desc(struct prefiller *p, struct pf_run *r, bool offer, struct pd_err *e)
 {
     struct pd_buf b = { 0 };
@@ -175,16 +194,19 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
     struct prefiller *p = ctx;
     struct pf_run *r = run->user;
     struct pd_err e;
-    if (!r->plan.n_chunks || p->dumping || p->fatal.code)
+    if (p->dumping || p->fatal.code)
         return;
-    if (!r->offered) {
+    if (!r->offered) {      /* also of a run without payload: offers tell the order of the runs */
         r->offered = true;
         if (put_desc(p, r, true, &e) < 0) {
             fatal(p, &e);
             return;
         }
-        pd_run_state(p->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
+        if (r->plan.n_chunks)
+            pd_run_state(p->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
     }
+    if (!r->plan.n_chunks)
+        return;
     uint32_t bs = r->desc.layout.block_size;
     for (; r->sent[layer] < r->plan.n_ranges; r->sent[layer]++) {
         uint64_t end = (uint64_t)(r->sent[layer] + 1) * r->plan.chunk_blocks * bs;
@@ -265,14 +287,14 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
     int rc = pd_intake_take(p->rt, rec->p, rec->n, p->o->seed, &r->in, e);
     if (rc < 0)
         goto refused;
-    if ((rc = pd_seen_add(&p->seen, r->in.req.run, e)) != 0) {
+    if ((rc = pd_seen_add(&p->seen, r->in.req.run, PD_RUN_LEN, e)) != 0) {
         if (rc > 0)
             pd_fail(e, PD_EFAIL, PD_RUN_TWICE, r->in.req.run);
         pd_run_new(r->in.req.run, NULL);        /* the answer to the other keeps the name */
         goto refused;
     }
     pd_run_state(p->trace, r->in.req.run, "accepted", "remote", NULL, 0, NULL);
-    if ((rc = describe(p, r, e)) < 0)
+    if ((rc = describe(p, r, e)) < 0 || (rc = check_desc(p, r, e)) < 0)
         goto refused;
     if (!(r->first = pd_arena_alloc(&r->in.mem, (size_t)r->in.req.n, sizeof *r->first, e)))
         goto refused;

@@ -1,8 +1,18 @@
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
+#include "../base/utf8.h"
 #include "../wire/frame.h"
+#include "../wire/value.h"
 #include "reply.h"
+
+/* An id that no record may carry (of another type, of broken text) cannot name the refusal either. */
+static bool id_is_plain(struct pd_bin id)
+{
+    struct pd_str s;
+    int64_t i;
+    return pd_get_int(id, &i) || (pd_get_str(id, &s) && pd_utf8_invalid(s.p, s.n) < 0);
+}
 
 int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e)
 {
@@ -12,7 +22,7 @@ int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, in
     int rc = pd_request_decode(rec, n, &in->mem, &in->req, e), rc2;
     if (rc < 0) {       /* keep what names it */
         struct pd_bin id;
-        if (!in->req.id.p && pd_map_find(rec, n, "id", &id) == 1 && id.n <= 256 && (in->req.id.p = pd_arena_dup(&in->mem, id.p, id.n, NULL)))
+        if (!in->req.id.p && pd_map_find(rec, n, "id", &id) == 1 && id.n <= 256 && id_is_plain(id) && (in->req.id.p = pd_arena_dup(&in->mem, id.p, id.n, NULL)))
             in->req.id.n = id.n;
         if (!in->req.run[0])
             pd_run_new(in->req.run, NULL);
@@ -39,13 +49,18 @@ out:
 
 void pd_intake_free(struct pd_intake *in) { pd_arena_free(&in->mem); }
 
-int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const char *worker, bool prefill, struct pd_buf *b, struct pd_err *e)
+int pd_refusal_error(const struct pd_request *r, const struct pd_err *why, const char *action, struct pd_buf *b, struct pd_err *e)
 {
     struct pd_error_rec er = { .id = r->id, .code = pd_exit_status(why->code), .message = { why->msg, strlen(why->msg) } };
     memcpy(er.run, r->run, sizeof er.run);
     snprintf(er.class_, sizeof er.class_, "%s", pd_code_name(why->code));
     snprintf(er.action, sizeof er.action, "%s", action);
-    int rc = pd_error_encode(&er, b, e);
+    return pd_error_encode(&er, b, e);
+}
+
+int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const char *worker, bool prefill, struct pd_buf *b, struct pd_err *e)
+{
+    int rc = pd_refusal_error(r, why, action, b, e);
     for (int32_t i = 0; rc == 0 && i < (r->n < 1 ? 1 : r->n); i++) {
         struct pd_result res = { .id = r->id, .choice = (uint32_t)i, .text = { "", 0 }, .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .kv_ms = -1 };
         memcpy(res.run, r->run, sizeof res.run);

@@ -16,6 +16,8 @@ struct pd_intake {              /* one request, ready to run; free the arena to 
 int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e);
 void pd_intake_free(struct pd_intake *in);
 
+/* The `error` record of a failed request. */
+int pd_refusal_error(const struct pd_request *r, const struct pd_err *why, const char *action, struct pd_buf *b, struct pd_err *e);
 /* The records of a failed request, one after the other in b (framed by msgpack itself): `error`, then a `result` a choice. */
 int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const char *worker, bool prefill, struct pd_buf *b, struct pd_err *e);
 /* Writes the records that lie one after the other in p[0..n). */

@@ -65,11 +65,19 @@ void pd_runtime_close(struct pd_runtime *rt)
     memset(rt, 0, sizeof *rt);
 }
 
+int pd_check_adapter(const struct pd_request *r, struct pd_err *e)
+{
+    if (!r->adapter.p || !r->adapter.n)
+        return 0;
+    return pd_fail(e, PD_EINCOMPAT, "adapter '%.*s' is not loaded: this build runs no adapters", (int)(r->adapter.n > 80 ? 80 : r->adapter.n), r->adapter.p);
+}
+
 int pd_prompt_tokens(const struct pd_runtime *rt, const struct pd_request *r, struct pd_buf *ids, struct pd_err *e)
 {
     const struct pd_model *m = rt->model;
-    if (r->adapter.p && r->adapter.n)
-        return pd_fail(e, PD_EINCOMPAT, "adapter '%.*s' is not loaded: this build runs no adapters", (int)(r->adapter.n > 80 ? 80 : r->adapter.n), r->adapter.p);
+    int rc = pd_check_adapter(r, e);
+    if (rc < 0)
+        return rc;
     if (r->has_token_ids)
         return pd_buf_add(ids, r->token_ids, (size_t)r->n_token_ids * sizeof(int32_t), e);
     if (r->n_messages)

@@ -155,7 +155,15 @@ static void select_best(struct cand *c, size_t n, size_t k)
     }
 }
 
-/* Candidates in c[0..n), unnormalised weights p relative to the largest (1). */
+static int32_t argmax(const float *l, int n, float max)
+{
+    for (int i = 0; i < n; i++)
+        if (l[i] == max)
+            return i;
+    return 0;
+}
+
+/* Candidates in c[0..n), unnormalised weights p relative to the largest (1). The largest logit is finite. */
 static int32_t draw(struct pd_sampler *s, const struct pd_request *r, const float *l, double u)
 {
     int V = s->n_vocab;
@@ -189,6 +197,8 @@ static int32_t draw(struct pd_sampler *s, const struct pd_request *r, const floa
     for (int i = 0; i < V; i++)
         if (s->p[i] >= floor_p && s->p[i] > 0)
             s->c[n++] = (struct cand){ s->p[i], i };
+    if (!n)     /* no weight is a number: not reached with finite logits */
+        return argmax(l, V, s->k->max(l, V));
     if (r->top_k > 0 && (size_t)r->top_k < n) {
         select_best(s->c, n, (size_t)r->top_k);
         n = (size_t)r->top_k;
@@ -236,14 +246,6 @@ static void ban_ends(struct pd_sampler *s, const struct pd_request *r, uint32_t 
             l[r->stop_token_ids[i]] = -INFINITY;
 }
 
-static int32_t argmax(const float *l, int n, float max)
-{
-    for (int i = 0; i < n; i++)
-        if (l[i] == max)
-            return i;
-    return 0;
-}
-
 void pd_sample(struct pd_sampler *s, const struct pd_request *r, int choice, const int32_t *tokens, uint32_t n_tokens, uint32_t n_prompt, float *logits,
                struct pd_sampled *out)
 {
@@ -253,9 +255,9 @@ void pd_sample(struct pd_sampler *s, const struct pd_request *r, int choice, con
     memset(out, 0, sizeof *out);
     out->has_logprob = r->logprobs || r->top_logprobs > 0;
     if (out->has_logprob) {
-        float sum, max = s->k->max(logits, V);
-        s->k->exp_sub(s->p, logits, V, max, &sum);
-        lse = max + logf(sum);
+        float sum, top = s->k->max(logits, V);
+        s->k->exp_sub(s->p, logits, V, top, &sum);
+        lse = top + logf(sum);
         memcpy(s->raw, logits, sizeof *s->raw * (size_t)V);
         if (r->top_logprobs > 0) {
             out->n_top = best_of(logits, V, (uint32_t)(r->top_logprobs > TOP_MAX ? TOP_MAX : r->top_logprobs), s->top);
@@ -269,10 +271,13 @@ void pd_sample(struct pd_sampler *s, const struct pd_request *r, int choice, con
             logits[r->logit_bias[i].token] += r->logit_bias[i].bias;
     penalise(s, r, tokens, n_tokens, n_prompt, logits);
     ban_ends(s, r, pos, logits);
-    if (r->temperature < COLDEST)
-        out->token = argmax(logits, V, s->k->max(logits, V));
+    float max = s->k->max(logits, V);
+    if (!isfinite(max))
+        out->token = -1;
+    else if (r->temperature < COLDEST)
+        out->token = argmax(logits, V, max);
     else
         out->token = draw(s, r, logits, pd_sample_uniform(r->seed, choice, pos));
-    if (out->has_logprob)
+    if (out->has_logprob && out->token >= 0)
         out->logprob = s->raw[out->token] - lse;
 }

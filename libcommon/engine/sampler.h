@@ -15,7 +15,8 @@ struct pd_sampled { int32_t token; bool has_logprob; float logprob; struct pd_to
 struct pd_sampler;
 int pd_sampler_new(const struct pd_kernels *k, const struct pd_tokenizer *tok, int n_vocab, struct pd_sampler **out, struct pd_err *e);
 void pd_sampler_free(struct pd_sampler *s);
-/* logits [n_vocab] are overwritten. tokens [n_tokens] = prompt (n_prompt of them) and output so far. */
+/* logits [n_vocab] are overwritten. tokens [n_tokens] = prompt (n_prompt of them) and output so far. out->token is -1 when every token is banned
+ * (min_tokens with stop_token_ids, or ignore_eos, over the whole vocabulary): there is nothing to choose. */
 void pd_sample(struct pd_sampler *s, const struct pd_request *r, int choice, const int32_t *tokens, uint32_t n_tokens, uint32_t n_prompt, float *logits,
                struct pd_sampled *out);
 /* Does this token end the run by itself (end of generation, or one of stop_token_ids)? */

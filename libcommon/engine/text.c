@@ -19,12 +19,13 @@ static int clean(struct pd_text *t, size_t end, struct pd_err *e)
     return 0;
 }
 
-/* The earliest stop string in raw at or after `from`; its offset, or -1. */
-static long find_stop(const struct pd_text *t, const struct pd_request *r, size_t from)
+/* The earliest stop string in raw that ends past what was scanned before (those that ended earlier were let pass); its offset, or -1. */
+static long find_stop(const struct pd_text *t, const struct pd_request *r)
 {
     long best = -1;
     for (uint32_t i = 0; i < r->n_stop; i++) {
-        if (!r->stop[i].n || from >= t->raw.n)
+        size_t n = r->stop[i].n, from = t->scanned >= n ? t->scanned - n + 1 : 0;
+        if (!n || from >= t->raw.n)
             continue;
         const uint8_t *hit = memmem(t->raw.p + from, t->raw.n - from, r->stop[i].p, r->stop[i].n);
         if (hit && (best < 0 || hit - t->raw.p < best))
@@ -55,23 +56,29 @@ int pd_text_add(struct pd_text *t, const struct pd_tokenizer *tok, const struct 
     int rc = pd_detokenize(tok, token, false, false, &t->raw, e);
     if (rc < 0)
         return rc;
-    size_t longest = 0;
-    for (uint32_t i = 0; i < r->n_stop; i++)
-        longest = r->stop[i].n > longest ? r->stop[i].n : longest;
-    if (longest) {
-        size_t from = t->scanned >= longest ? t->scanned - longest + 1 : 0;
-        long at = may_stop ? find_stop(t, r, from) : -1;
-        t->scanned = t->raw.n;
-        if (at >= 0) {
-            t->raw.n = (size_t)at;
-            t->stopped = true;
-            return pd_text_end(t, e);
-        }
+    long at = may_stop ? find_stop(t, r) : -1;
+    t->scanned = t->raw.n;
+    if (at >= 0) {
+        t->raw.n = (size_t)at;
+        t->stopped = true;
+        return pd_text_end(t, e);
     }
     size_t end = t->raw.n - held_back(t, r);
     if (end <= t->cleaned)
         return 0;
     return clean(t, t->cleaned + pd_utf8_complete((const char *)t->raw.p + t->cleaned, end - t->cleaned), e);
+}
+
+int pd_text_echo(struct pd_text *t, const struct pd_tokenizer *tok, const int32_t *tokens, uint32_t n, struct pd_err *e)
+{
+    struct pd_text prompt = { 0 };
+    int rc = 0;
+    for (uint32_t i = 0; rc == 0 && i < n; i++)
+        rc = pd_detokenize(tok, tokens[i], false, i == 0, &prompt.raw, e);
+    if (rc == 0 && (rc = pd_text_end(&prompt, e)) == 0)
+        rc = pd_buf_add(&t->text, prompt.text.p, prompt.text.n, e);
+    pd_text_free(&prompt);
+    return rc;
 }
 
 int pd_text_end(struct pd_text *t, struct pd_err *e) { return clean(t, t->raw.n, e); }

@@ -13,6 +13,8 @@ struct pd_text {
 };
 /* Adds a token's bytes; t->stopped when a stop string is complete (never with may_stop false: before min_tokens). */
 int pd_text_add(struct pd_text *t, const struct pd_tokenizer *tok, const struct pd_request *r, int32_t token, bool may_stop, struct pd_err *e);
+/* Before the first token: the text begins with that of the prompt. No stop string is looked for in it. */
+int pd_text_echo(struct pd_text *t, const struct pd_tokenizer *tok, const int32_t *tokens, uint32_t n, struct pd_err *e);
 int pd_text_end(struct pd_text *t, struct pd_err *e);   /* nothing more comes: lets the rest out */
 void pd_text_free(struct pd_text *t);
 #endif

@@ -392,6 +392,13 @@ static int write_all(struct pd_wstream *w, const struct iovec *v, int n, struct 
                 part[used++] = v[taken];
         if (at == used)
             break;
+        if (pd_stop_level() > 1) {      /* asked at each turn: a signal may also end a write that has written something */
+            w->n = 0;
+            pd_fail(&w->failed, PD_ECANCEL, "%s: stopped by a signal before all was written", w->name);
+            if (e)
+                *e = w->failed;
+            return PD_ECANCEL;
+        }
         ssize_t k = pd_fault("write") ? (errno = ENOSPC, -1) : writev(w->fd, part + at, used - at);
         if (k < 0 && errno == EINTR) {
             if (pd_stop_level() > 1)        /* a reader that stands still must not keep us from stopping */
@@ -418,6 +425,8 @@ static int write_all(struct pd_wstream *w, const struct iovec *v, int n, struct 
     w->n = 0;
     return 0;
 }
+
+bool pd_wstream_failed(const struct pd_wstream *w) { return w->failed.code != 0; }
 
 int pd_wstream_flush(struct pd_wstream *w, struct pd_err *e)
 {

@@ -33,6 +33,8 @@ int pd_wstream_put(struct pd_wstream *w, const void *rec, size_t n, struct pd_er
 int pd_wstream_putv(struct pd_wstream *w, const struct iovec *v, int n, struct pd_err *e);      /* one msgpack record in pieces, written without copying; flushes first. JSON: gathered and converted */
 int pd_wstream_raw(struct pd_wstream *w, const void *p, size_t n, struct pd_err *e);            /* text as it is */
 int pd_wstream_flush(struct pd_wstream *w, struct pd_err *e);
+/* A write failed (or a second signal ended it): nothing more goes out. False after a put that failed: that record alone cannot be written as JSON. */
+bool pd_wstream_failed(const struct pd_wstream *w);
 uint64_t pd_wstream_bytes(const struct pd_wstream *w);
 int pd_wstream_close(struct pd_wstream *w, struct pd_err *e);   /* flush, close (own_fd), free; reports a late ENOSPC */
 #endif

@@ -68,7 +68,7 @@ def replays():
     p.stdin.flush()
     line = p.stdout.readline()          # the result: it is answered
     out, err = p.communicate(kv, timeout=60)
-    ok(len(results(line)) == 1 and not out and p.returncode == 4 and len(err.splitlines()) == 1 and b"second offer" in err, "a run replayed after its end: one line, exit 4, no second result",
+    ok(len(results(line)) == 1 and not out and p.returncode == 4 and len(err.splitlines()) == 1 and b"offer came twice" in err, "a run replayed after its end: one line, exit 4, no second result",
        (line, out, err, p.returncode))
 
 
@@ -76,10 +76,14 @@ def broken_offer():
     kv = bytearray(run(prefill(), lines([{"id": "a", "prompt": "x " * 40, "max_tokens": 3}, {"id": "b", "prompt": "y", "max_tokens": 2}])).stdout)
     kv[kv.index(b"epoch") + 5] ^= 1
     x = run(decode("--format", "json"), bytes(kv))
+    rs = {r["id"]: r for r in results(x.stdout)}
+    ok(x.returncode == 0 and len(results(x.stdout)) == 2 and rs["a"]["mode"] == "local" and rs["a"]["fallback"].startswith("integrity") and len(rs["a"]["tokens"]) == 3
+       and rs["b"]["mode"] == "remote" and len(x.stderr.splitlines()) == 1,
+       "a flipped bit in an offer: its kv is whole, so it is recomputed and named; the next run is served", (x.returncode, x.stdout, x.stderr))
+    x = run(decode("--format", "json", "--on-mismatch", "fail"), bytes(kv))
     rs = results(x.stdout)
-    bad = [r for r in rs if r["finish_reason"] == "error"]
-    ok(x.returncode == 4 and len(rs) == 2 and len(bad) == 1 and not bad[0]["tokens"] and len(bad[0].get("run", "")) == 26 and len(x.stderr.splitlines()) == 1,
-       "a flipped bit in an offer: one line, one result that names the run, exit 4; the next run is served", (x.returncode, x.stdout, x.stderr))
+    ok(x.returncode == 4 and len(rs) == 2 and sum(r["finish_reason"] == "error" and not r["tokens"] for r in rs) == 1 and len(x.stderr.splitlines()) == 1,
+       "the same under --on-mismatch fail: exit 4, one error", (x.returncode, x.stdout, x.stderr))
 
 
 def other_model():

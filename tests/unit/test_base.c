@@ -55,16 +55,21 @@ static void a_run_is_seen_once(void **state)
     static char run[N][PD_RUN_LEN + 1];
     for (int i = 0; i < N; i++) {
         assert_int_equal(pd_run_new(run[i], &e), 0);
-        assert_false(pd_seen_has(&s, run[i]));
-        assert_int_equal(pd_seen_add(&s, run[i], &e), 0);
+        assert_false(pd_seen_has(&s, run[i], PD_RUN_LEN));
+        assert_int_equal(pd_seen_add(&s, run[i], PD_RUN_LEN, &e), 0);
     }
     for (int i = 0; i < N; i++) {
-        assert_true(pd_seen_has(&s, run[i]));
-        assert_int_equal(pd_seen_add(&s, run[i], &e), 1);
+        assert_true(pd_seen_has(&s, run[i], PD_RUN_LEN));
+        assert_int_equal(pd_seen_add(&s, run[i], PD_RUN_LEN, &e), 1);
     }
-    assert_int_equal(s.n, N);
+    assert_int_equal(s.young.n, N);
+    for (int i = 0; i < 2 * PD_SEEN_LAST; i++)          /* it forgets, but not the last ones */
+        assert_int_equal(pd_seen_add(&s, &i, sizeof i, &e), 0);
+    for (int i = PD_SEEN_LAST; i < 2 * PD_SEEN_LAST; i++)
+        assert_true(pd_seen_has(&s, &i, sizeof i));
+    assert_false(pd_seen_has(&s, run[0], PD_RUN_LEN));
     pd_seen_free(&s);
-    assert_false(pd_seen_has(&s, run[0]));
+    assert_false(pd_seen_has(&s, run[0], PD_RUN_LEN));
 }
 
 static void empty_allocations_are_real(void **state)

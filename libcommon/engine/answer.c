@@ -1,0 +1,171 @@
+/* What goes out of the decoder: token and result records, text, refusals. */
+#include <stdio.h>
+#include "../base/clock.h"
+#include "../base/log.h"
+#include "decoding.h"
+
+static void put(struct pd_decoder *d, const struct pd_buf *b, int rc, struct pd_err *e)
+{
+    if (rc == 0)
+        rc = pd_wstream_put(d->out, b->p, b->n, e);
+    if (rc < 0)
+        pd_dc_fatal(d, e);
+}
+
+static void put_token(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, uint32_t pos, const struct pd_sampled *t)
+{
+    struct pd_dc_choice *c = &r->choice[choice];
+    struct pd_token rec = { .choice = choice, .pos = (int32_t)pos, .token = t->token, .has_logprob = t->has_logprob, .logprob = t->logprob, .top = t->top,
+                            .n_top = t->n_top, .t_us = c->t_last - d->t0 };
+    memcpy(rec.run, r->in.req.run, sizeof rec.run);
+    rec.text = (struct pd_str){ (const char *)c->text.text.p + c->streamed, c->text.text.n - c->streamed };
+    if (!rec.text.n)
+        rec.text.p = "";
+    c->streamed = c->text.text.n;
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    put(d, &b, pd_token_encode(&rec, &b, &e), &e);
+    pd_buf_free(&b);
+}
+
+static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason)
+{
+    struct pd_dc_choice *c = &r->choice[choice];
+    uint32_t n = (uint32_t)(c->tokens.n / sizeof(int32_t));
+    struct pd_result res = {
+        .id = r->in.req.id, .choice = choice, .text = { c->text.text.p ? (const char *)c->text.text.p : "", c->text.text.n }, .tokens = (const int32_t *)(const void *)c->tokens.p,
+        .n_tokens = n, .logprobs = r->in.req.logprobs ? (const float *)(const void *)c->logprobs.p : NULL, .prompt_tokens = r->in.n_tokens, .completion_tokens = n,
+        .kv_ms = (double)r->kv_us / 1e3, .kv_bytes = r->kv_bytes, .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .has_fingerprint = true,
+        .decode_worker = { d->rt->worker, strlen(d->rt->worker) },
+    };
+    memcpy(res.run, r->in.req.run, sizeof res.run);
+    snprintf(res.finish_reason, sizeof res.finish_reason, "%s", reason);
+    snprintf(res.mode, sizeof res.mode, "%s", r->mode);
+    memcpy(res.fingerprint, d->rt->fp.sha, sizeof res.fingerprint);
+    bool used = !strcmp(r->mode, "remote");
+    if (r->remote) {
+        res.has_gen = true;
+        memcpy(res.gen, r->desc.gen, sizeof res.gen);
+        res.prefill_worker = r->desc.worker;
+        res.recomputed_tokens = used ? !r->desc.n_first : r->in.n_tokens;
+        res.transferred_tokens = used && r->kv_bytes ? r->in.n_tokens - res.recomputed_tokens : 0;
+    }
+    if (r->fallback)
+        res.fallback = (struct pd_str){ r->fallback, strlen(r->fallback) };
+    if (c->t_first) {
+        res.ttft_ms = (double)(r->before_us + c->t_first - r->in.t_accept) / 1e3;
+        res.e2e_ms = (double)(r->before_us + c->t_last - r->in.t_accept) / 1e3;
+        if (n > 1)
+            res.tpot_ms = (res.e2e_ms - res.ttft_ms) / (n - 1);
+    }
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    put(d, &b, pd_result_encode(&res, &b, &e), &e);
+    pd_buf_free(&b);
+}
+
+/* Text mode: what may be shown of the oldest run goes out; a finished one makes way for the next. */
+void pd_dc_print_text(struct pd_decoder *d)
+{
+    struct pd_err e;
+    while (d->head && !d->fatal.code) {
+        struct pd_dc_run *r = d->head;
+        uint32_t n = r->choice ? (uint32_t)r->in.req.n : 0;
+        for (uint32_t i = 0; i < n; i++) {
+            struct pd_dc_choice *c = &r->choice[i];
+            if (c->text.text.n > c->printed && pd_wstream_raw(d->out, c->text.text.p + c->printed, c->text.text.n - c->printed, &e) < 0)
+                pd_dc_fatal(d, &e);
+            c->printed = c->text.text.n;
+            if (!c->done)
+                return;
+            if (!c->closed && pd_wstream_raw(d->out, "\n", 1, &e) < 0)
+                pd_dc_fatal(d, &e);
+            c->closed = true;
+        }
+        if (!r->choice || r->n_done < n)
+            return;
+        pd_dc_run_free(d, r);
+    }
+}
+
+int pd_dc_make_choices(struct pd_dc_run *r, const struct pd_tokenizer *tok, struct pd_err *e)
+{
+    const struct pd_request *q = &r->in.req;
+    if (!(r->choice = pd_arena_alloc(&r->in.mem, (size_t)q->n, sizeof *r->choice, e)))
+        return PD_ENOMEM;
+    for (int32_t i = 0; q->echo && i < q->n; i++) {
+        struct pd_buf *t = &r->choice[i].text.text;
+        int rc = 0;
+        if (q->prompt.p)
+            rc = pd_buf_add(t, q->prompt.p, q->prompt.n, e);
+        else
+            rc = pd_text_echo(&r->choice[i].text, tok, r->in.tokens, r->in.n_tokens, e);
+        if (rc < 0)
+            return rc;
+        r->choice[i].streamed = t->n;
+    }
+    return 0;
+}
+
+void pd_dc_tell(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why)
+{
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    pd_refusal_log(&r->in.req, why);
+    d->status = pd_exit_worse(d->status, why->code);
+    if (!d->o->text)
+        put(d, &b, pd_refusal_error(&r->in.req, why, "abort", &b, &e), &e);
+    pd_buf_free(&b);
+}
+
+/* The run fails: an error, and a result a choice. */
+void pd_dc_refuse(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why)
+{
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    pd_refusal_log(&r->in.req, why);
+    pd_run_state(d->trace, r->in.req.run, "failed", r->mode, NULL, 0, why->msg);
+    d->status = pd_exit_worse(d->status, why->code);
+    if (!d->o->text) {
+        if (pd_refusal_encode(&r->in.req, why, "abort", d->rt->worker, false, &b, &e) < 0)
+            pd_dc_fatal(d, &e);
+        else if (pd_put_records(d->out, b.p, b.n, &e) < 0)
+            pd_dc_fatal(d, &e);
+        pd_buf_free(&b);
+    }
+    pd_dc_run_free(d, r);
+}
+
+/* One token of a choice reaches the run: kept, turned into text, streamed. True: a stop string ends the choice. */
+bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, uint32_t pos, const struct pd_sampled *t)
+{
+    struct pd_dc_choice *c = &r->choice[choice];
+    struct pd_err e;
+    const struct pd_tokenizer *tok = d->rt->model->tok;
+    c->t_last = pd_mono_us();
+    if (!c->t_first)
+        c->t_first = c->t_last;
+    bool stop_token = pd_is_stop_token(tok, &r->in.req, t->token);
+    if (pd_buf_add(&c->tokens, &t->token, sizeof t->token, &e) < 0 || (t->has_logprob && pd_buf_add(&c->logprobs, &t->logprob, sizeof t->logprob, &e) < 0) ||
+        (!stop_token && pd_text_add(&c->text, tok, &r->in.req, t->token, (int64_t)pos + 1 >= r->in.req.min_tokens, &e) < 0))
+        pd_dc_fatal(d, &e);
+    bool last = stop_token || (int64_t)pos + 1 >= r->in.req.max_tokens || r->in.n_tokens + pos + 1 >= (uint32_t)d->rt->model->cfg.n_ctx;
+    if (last && !c->text.stopped && pd_text_end(&c->text, &e) < 0)      /* what was held back belongs to the last token */
+        pd_dc_fatal(d, &e);
+    if (d->o->stream && !d->o->text)
+        put_token(d, r, choice, pos, t);
+    return c->text.stopped;
+}
+
+void pd_dc_choice_done(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason)
+{
+    r->choice[choice].done = true;
+    r->n_done++;
+    if (!d->o->text)
+        put_result(d, r, choice, reason);
+    if (r->n_done < (uint32_t)r->in.req.n)
+        return;
+    pd_run_state(d->trace, r->in.req.run, "completed", r->mode, NULL, 0, NULL);
+    if (!d->o->text)
+        pd_dc_run_free(d, r);
+}

@@ -1,0 +1,80 @@
+/* Inside the decoder, shared by its three files: decoder.c (the loop), receive.c (runs that come with KV), answer.c (what goes out). Not installed for users: decoder.h is. */
+#ifndef PD_ENGINE_DECODING_H
+#define PD_ENGINE_DECODING_H
+#include "../base/seen.h"
+#include "batch.h"
+#include "decoder.h"
+#include "text.h"
+
+struct pd_dc_choice {
+    struct pd_text text;
+    struct pd_buf tokens, logprobs;     /* int32, float */
+    size_t printed, streamed;           /* bytes of text.text already written, in text mode and as token records */
+    int64_t t_first, t_last;            /* mono us */
+    bool done, closed;          /* closed: printed to its end */
+};
+
+struct pd_dc_run {
+    struct pd_intake in;
+    struct pd_kvdesc desc;      /* of a run that came with KV */
+    bool remote, submitted;     /* submitted: decided, also when it needed no decoding; before that a remote run is on its way */
+    bool told;                  /* its error went out */
+    struct pd_import *import;
+    struct pd_err bad;          /* why its KV is not used */
+    char *fallback;             /* the arena's: the reason in the result */
+    const char *mode;
+    uint64_t kv_bytes;
+    int64_t kv_us, before_us;   /* verify and copy; what passed before the kv record came (the descriptor's stages) */
+    struct pd_dc_choice *choice;      /* [req.n], the arena's */
+    uint32_t n_done;
+    struct pd_dc_run *next;        /* in order of input */
+};
+
+enum { PD_MAX_ON_WAY = 16384 };        /* runs whose KV is on its way: what prefill has in hand at the most */
+
+struct pd_decoder {
+    struct pd_runtime *rt;
+    const struct pd_decode_opts *o;
+    struct pd_batch *batch;
+    struct pd_wstream *out;
+    struct pd_trace *trace;
+    struct pd_dc_run *head, **tail;
+    uint32_t n_active;          /* submitted, not finished */
+    uint32_t n_on_way;
+    struct pd_seen gens, requests;      /* generations whose kv came, and run ids of bare requests: one that comes again is a replay */
+    char told[PD_RUN_LEN + 1];  /* the run whose stray records a line was last written about */
+    uint64_t dropped_chunks;
+    bool warned_advisory;
+    int status;
+    struct pd_err fatal;
+    int64_t t0;
+};
+
+enum pd_dc_match { PD_BY_GEN,   /* of this generation, or one whose offer could not be read */
+                   PD_BY_NAME };        /* failing that any of the run's id */
+
+/* decoder.c */
+void pd_dc_fatal(struct pd_decoder *d, const struct pd_err *e);         /* the command ends with the first of these */
+struct pd_dc_run *pd_dc_run_new(struct pd_decoder *d, struct pd_err *e);        /* at the end of the list */
+void pd_dc_run_free(struct pd_decoder *d, struct pd_dc_run *r);
+static inline bool pd_dc_on_way(const struct pd_dc_run *r) { return r->remote && !r->submitted; }
+/* A run whose KV is on its way. Two may have one run id. gen may be NULL. */
+struct pd_dc_run *pd_dc_find_on_way(struct pd_decoder *d, const char *run, const uint8_t *gen, enum pd_dc_match how);
+/* To the batch, with imported KV or without (blocks NULL); refused when the batch does not take it. */
+void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, uint32_t n_blocks);
+
+/* receive.c */
+void pd_dc_take_offer(struct pd_decoder *d, const struct pd_rec *rec);
+void pd_dc_take_chunk(struct pd_decoder *d, const struct pd_rec *rec);
+void pd_dc_take_kv(struct pd_decoder *d, const struct pd_rec *rec);
+void pd_dc_reject_kv(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);     /* the KV will not be used; the first reason counts */
+
+/* answer.c */
+int pd_dc_make_choices(struct pd_dc_run *r, const struct pd_tokenizer *tok, struct pd_err *e);
+/* One token of a choice reaches the run: kept, turned into text, streamed. True: a stop string ends the choice. */
+bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, uint32_t pos, const struct pd_sampled *t);
+void pd_dc_choice_done(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason);        /* the run may be gone after its last one */
+void pd_dc_tell(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);  /* why a run or a choice of it failed: to a person, the status, an `error` record */
+void pd_dc_refuse(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);        /* error and results; frees the run */
+void pd_dc_print_text(struct pd_decoder *d);    /* text mode: what may be shown of the oldest run */
+#endif
