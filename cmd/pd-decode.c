@@ -5,11 +5,13 @@
 #include "../libcommon/wire/endpoint.h"
 
 static char *on_mismatch;
-static int text, stream;
+static int text, stream, keep_going, strict;
 static struct poptOption options[] = {
     { "text", '\0', POPT_ARG_NONE, &text, 0, "write the generated text alone, in order of input", NULL },
     { "stream", '\0', POPT_ARG_NONE, &stream, 0, "write token records too", NULL },
     { "on-mismatch", '\0', POPT_ARG_STRING, &on_mismatch, 0, "KV that fails a check: recompute (default) or fail", "WHAT" },
+    { "keep-going", 'k', POPT_ARG_NONE, &keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
+    { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a run was recovered from a fault", NULL },
     PD_ENGINE_OPTIONS,
     PD_CLI_COMMON
 };
@@ -31,11 +33,14 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (on_mismatch && strcmp(on_mismatch, "recompute") && strcmp(on_mismatch, "fail"))
         return pd_fail(e, PD_EUSAGE, "--on-mismatch: '%s' is unknown (recompute or fail)", on_mismatch);
+    if (text && stream)
+        return pd_fail(e, PD_EUSAGE, "--text and --stream exclude each other (text is written as it comes anyway)");
     if (text && pd_cli.format)
         return pd_fail(e, PD_EUSAGE, "--text and --format exclude each other");
     if (pd_endpoint_is_h5(to))
         return pd_fail(e, PD_EUSAGE, "-o: decode writes tokens and results, not KV dumps (pd-prefill -o %s does)", to);
-    if ((rc = pd_engine_open("decode", &rt, e)) < 0 || (rc = pd_trace_open(pd_engine_cli.trace, rt.worker, "decode", &trace, e)) < 0)
+    if ((rc = pd_engine_open("decode", &rt, e)) < 0 || (rc = pd_trace_open(pd_engine_cli.trace, rt.worker, "decode", &trace, e)) < 0 ||
+        (rc = pd_trace_about(trace, rt.model->revision, PD_DOMAIN, e)) < 0)
         goto out;
     if ((rc = pd_endpoint_open_out(to, connect_us, &out, e)) < 0 || (rc = pd_engine_check_tty(out.fd, text, e)) < 0 ||
         (rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e)) < 0)
@@ -46,7 +51,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         fd = in.fd;
     if (rc < 0 || (rc = pd_engine_reader(fd, from, &rs, e)) < 0)
         goto out;
-    struct pd_decode_opts o = { .seed = pd_engine_cli.seed, .keep_going = pd_engine_cli.keep_going, .strict = pd_engine_cli.strict, .text = text, .stream = stream,
+    struct pd_decode_opts o = { .seed = pd_engine_cli.seed, .keep_going = keep_going, .strict = strict, .text = text, .stream = stream,
                                 .fail_on_mismatch = on_mismatch && !strcmp(on_mismatch, "fail") };
     rc = pd_decode_run(&rt, &o, rs, ws, trace, status, e);
     int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);

@@ -27,7 +27,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
-    if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_trace_open(pd_engine_cli.trace, rt.worker, "prefill", &trace, e)) < 0)
+    if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_trace_open(pd_engine_cli.trace, rt.worker, "prefill", &trace, e)) < 0 ||
+        (rc = pd_trace_about(trace, rt.model->revision, PD_DOMAIN, e)) < 0)
         goto out;
     if (pd_endpoint_is_h5(to))
         rc = pd_dump_create(to, &dump, e);
@@ -35,7 +36,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e);
     if (rc < 0 || (rc = pd_endpoint_open_in(from, connect_us, &in, e)) < 0 || (rc = pd_engine_reader(in.fd, from, &rs, e)) < 0)
         goto out;
-    struct pd_prefill_opts o = { .seed = pd_engine_cli.seed, .keep_going = pd_engine_cli.keep_going, .max_record = (size_t)pd_cli_max_record(e) };
+    struct pd_prefill_opts o = { .seed = pd_engine_cli.seed, .max_record = (size_t)pd_cli_max_record(e) };
     rc = pd_prefill_run(&rt, &o, rs, ws, dump, trace, status, e);
     if (ws) {
         int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);

@@ -13,7 +13,7 @@ struct poptOption pd_cli_common[] = {
     { "format", '\0', POPT_ARG_STRING, &pd_cli.format, 0, "form of the output: msgpack (default) or json (a line a record)", "FORMAT" },
     { "connect-timeout", '\0', POPT_ARG_STRING, &pd_cli.connect_timeout, 0, "how long to retry a socket that is not there yet (default 5s)", "TIME" },
     { "max-record", '\0', POPT_ARG_STRING, &pd_cli.max_record, 0, "largest record accepted (default 16MiB)", "SIZE" },
-    { "verbose", 'v', POPT_ARG_NONE, NULL, 'v', "tell the life of each run; twice: more", NULL },
+    { "verbose", 'v', POPT_ARG_NONE, NULL, 'v', "tell the life of each run", NULL },
     { "quiet", 'q', POPT_ARG_NONE, &pd_cli.quiet, 0, "no warnings, no progress", NULL },
     { "version", '\0', POPT_ARG_NONE, &pd_cli.version, 0, "print version, CPU path and libraries", NULL },
     POPT_TABLEEND

@@ -124,7 +124,7 @@ void pd_dc_refuse(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err
     struct pd_buf b = { 0 };
     struct pd_err e;
     pd_refusal_log(&r->in.req, why);
-    pd_run_state(d->trace, r->in.req.run, "failed", r->mode, NULL, 0, why->msg);
+    pd_dc_step(d, r, "failed", 0, why->msg);
     d->status = pd_exit_worse(d->status, why->code);
     if (!d->o->text) {
         if (pd_refusal_encode(&r->in.req, why, "abort", d->rt->worker, false, &b, &e) < 0)
@@ -165,7 +165,7 @@ void pd_dc_choice_done(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
         put_result(d, r, choice, reason);
     if (r->n_done < (uint32_t)r->in.req.n)
         return;
-    pd_run_state(d->trace, r->in.req.run, "completed", r->mode, NULL, 0, NULL);
+    pd_dc_step(d, r, "completed", 0, NULL);
     if (!d->o->text)
         pd_dc_run_free(d, r);
 }

@@ -57,7 +57,14 @@ void pd_batch_free(struct pd_batch *b)
 }
 
 bool pd_batch_busy(const struct pd_batch *b) { return b->head != NULL; }
-struct pd_batch_stats pd_batch_stats(const struct pd_batch *b) { return b->st; }
+
+struct pd_batch_stats pd_batch_stats(const struct pd_batch *b)
+{
+    struct pd_batch_stats st = b->st;
+    for (const struct pd_seq *s = b->head; s; s = s->next)
+        st.rows_left += s->run->n_prompt + (s->run->prefill_only ? 0 : (uint64_t)s->run->req->max_tokens) - s->n_kv;
+    return st;
+}
 
 /* --- sequences ------------------------------------------------------------------------------------------------------------------------------------ */
 
@@ -374,12 +381,27 @@ static void sample_and_accept(struct pd_batch *b, struct pd_seq *s, float *logit
     finish(b, s, "error", &why);
 }
 
+/* x * 0 is 0 for every finite x and NaN for all others; 16 sums, so that the compiler may use lanes. */
+static bool all_finite(const float *x, int n)
+{
+    float s[16] = { 0 }, sum = 0;
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++)
+            s[j] += x[i + j] * 0.0f;
+    for (; i < n; i++)
+        sum += x[i] * 0.0f;
+    for (int j = 0; j < 16; j++)
+        sum += s[j];
+    return sum == 0;
+}
+
 static void take_logits(struct pd_batch *b, struct pd_seq *s, float *logits)
 {
     struct pd_run *r = s->run;
     int V = b->m->cfg.n_vocab;
     struct pd_err why;
-    if (!isfinite(b->k->max(logits, V))) {
+    if (!all_finite(logits, V)) {
         pd_fail(&why, PD_ECORRUPT, "the model gave logits that are not finite at position %u: the model file is damaged or not a language model", pd_seq_n(s) - 1);
         fail_seq(b, s, &why);
         return;

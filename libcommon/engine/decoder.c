@@ -41,6 +41,17 @@ void pd_dc_run_free(struct pd_decoder *d, struct pd_dc_run *r)
     pd_free(r);
 }
 
+void pd_dc_step(struct pd_decoder *d, struct pd_dc_run *r, const char *state, uint64_t bytes, const char *cause)
+{
+    if (!r->has_op && r->in.n_tokens) {
+        pd_op_make(r->op, r->in.req.run, "decode", r->in.tokens, (size_t)r->in.n_tokens * sizeof *r->in.tokens);
+        r->has_op = true;
+    }
+    bool known = r->remote && r->desc.fp_fields.p;
+    struct pd_step s = { r->in.req.run, r->mode, known ? r->desc.gen : NULL, r->has_op ? r->op : NULL, known ? r->desc.op : NULL };
+    pd_run_step(d->trace, &s, state, bytes, cause);
+}
+
 /* A run whose KV is on its way. Two may have one run id. */
 struct pd_dc_run *pd_dc_find_on_way(struct pd_decoder *d, const char *run, const uint8_t *gen, enum pd_dc_match how)
 {
@@ -90,7 +101,7 @@ void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, u
     }
     r->submitted = true;        /* its own, or set when its kv came */
     d->n_active++;
-    pd_run_state(d->trace, r->in.req.run, blocks ? "decode_started" : "prefill_started", r->mode, NULL, 0, NULL);
+    pd_dc_step(d, r, blocks ? "decode_started" : "prefill_started", 0, NULL);
     int rc = pd_batch_submit(d->batch, &j, &run, &e);
     if (rc < 0) {
         d->n_active--;
@@ -117,7 +128,7 @@ static void take_request(struct pd_decoder *d, const struct pd_rec *rec)
         pd_dc_refuse(d, r, &e);
         return;
     }
-    pd_run_state(d->trace, r->in.req.run, "accepted", "local", NULL, 0, NULL);
+    pd_dc_step(d, r, "accepted", 0, NULL);
     pd_dc_submit(d, r, NULL, 0);
 }
 
@@ -192,9 +203,7 @@ static void step(struct pd_decoder *d)
     if (rows < 0)
         pd_dc_fatal(d, &e);
     struct pd_batch_stats st = pd_batch_stats(d->batch);
-    double s = (double)(pd_mono_us() - d->t0) / 1e6;
-    if (s > 2)
-        pd_progress("decode: %llu tokens, %.0f tokens/s, %u runs in hand", (unsigned long long)st.decode_rows, (double)st.decode_rows / s, st.runs);
+    pd_run_progress("decode", d->t0, st.prompt_rows + st.decode_rows, st.rows_left, st.runs);
 }
 
 /* The run that began last of those whose KV is being received. */

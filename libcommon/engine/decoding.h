@@ -19,6 +19,7 @@ struct pd_dc_run {
     struct pd_kvdesc desc;      /* of a run that came with KV */
     bool remote, submitted;     /* submitted: decided, also when it needed no decoding; before that a remote run is on its way */
     bool told;                  /* its error went out */
+    uint8_t op[16]; bool has_op;
     struct pd_import *import;
     struct pd_err bad;          /* why its KV is not used */
     char *fallback;             /* the arena's: the reason in the result */
@@ -68,6 +69,9 @@ void pd_dc_take_offer(struct pd_decoder *d, const struct pd_rec *rec);
 void pd_dc_take_chunk(struct pd_decoder *d, const struct pd_rec *rec);
 void pd_dc_take_kv(struct pd_decoder *d, const struct pd_rec *rec);
 void pd_dc_reject_kv(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);     /* the KV will not be used; the first reason counts */
+
+/* A step of the run's life: into the trace, and to a person under -v. Its op is decode's, caused by prefill's. */
+void pd_dc_step(struct pd_decoder *d, struct pd_dc_run *r, const char *state, uint64_t bytes, const char *cause);
 
 /* answer.c */
 int pd_dc_make_choices(struct pd_dc_run *r, const struct pd_tokenizer *tok, struct pd_err *e);

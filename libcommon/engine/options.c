@@ -25,8 +25,6 @@ struct poptOption pd_engine_options[] = {
     { "chat-template", '\0', POPT_ARG_STRING, &pd_engine_cli.chat_template, 0, "chat format: chatml, llama2, llama3, or a file (default: the model's own)", "NAME" },
     { "seed", '\0', POPT_ARG_LONGLONG, &pd_engine_cli.seed, 0, "seed of requests that bring none (default 0)", "N" },
     { "lines", '\0', POPT_ARG_NONE, &pd_engine_cli.lines, 0, "input that is neither JSON nor records is one prompt a line", NULL },
-    { "keep-going", 'k', POPT_ARG_NONE, &pd_engine_cli.keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
-    { "strict", '\0', POPT_ARG_NONE, &pd_engine_cli.strict, 0, "exit 9 when a run was recovered from a fault", NULL },
     POPT_TABLEEND
 };
 

@@ -77,13 +77,19 @@ static void refuse(struct prefiller *p, const struct pd_request *req, const stru
     struct pd_buf b = { 0 };
     struct pd_err e;
     pd_refusal_log(req, why);
-    pd_run_state(p->trace, req->run, "failed", "remote", NULL, 0, why->msg);
+    pd_run_step(p->trace, &(struct pd_step){ .run = req->run, .where = "remote" }, "failed", 0, why->msg);
     p->status = pd_exit_worse(p->status, why->code);
     if (p->dumping)
         return;
     if (pd_refusal_encode(req, why, "abort", p->rt->worker, true, &b, &e) < 0 || pd_publish_record(p->pub, &b, &e) < 0)
         fatal(p, &e);
     pd_buf_free(&b);
+}
+
+static void step_of(struct prefiller *p, struct pf_run *r, const char *state, uint64_t bytes)
+{
+    struct pd_step s = { r->desc.run, "remote", r->desc.gen, r->desc.op, NULL };
+    pd_run_step(p->trace, &s, state, bytes, NULL);
 }
 
 /* --- descriptor ----------------------------------------------------------------------------------------------------------------------------------- */
@@ -97,10 +103,7 @@ static int describe(struct prefiller *p, struct pf_run *r, struct pd_err *e)
     int rc = pd_gen_new(d->gen, e);
     if (rc < 0)
         return rc;
-    /* op: the hash of run, step and inputs; the same step of the same run has the same op wherever it runs */
-    uint64_t seed = pd_xxh3(q->run, PD_RUN_LEN, 0);
-    pd_put_be64(d->op, pd_xxh3("prefill", 7, seed));
-    pd_put_be64(d->op + 8, pd_xxh3(r->in.tokens, (size_t)r->in.n_tokens * 4, seed));
+    pd_op_make(d->op, q->run, "prefill", r->in.tokens, (size_t)r->in.n_tokens * sizeof *r->in.tokens);
     memcpy(d->fp_sha, rt->fp.sha, sizeof d->fp_sha);
     d->fp_fields = (struct pd_bin){ rt->fp.map.p, rt->fp.map.n };
     d->n_tokens = r->in.n_tokens;
@@ -108,7 +111,7 @@ static int describe(struct prefiller *p, struct pf_run *r, struct pd_err *e)
     pd_layout_from_pool(rt->pool, &d->layout);
     d->request = *q;
     d->worker = (struct pd_str){ rt->worker, strlen(rt->worker) };
-    d->domain = (struct pd_str){ "local", 5 };
+    d->domain = (struct pd_str){ PD_DOMAIN, strlen(PD_DOMAIN) };
     if (!p->dumping && q->max_tokens == 1)
         return 0;       /* ends here: no payload */
     uint32_t bs = d->layout.block_size, most = p->rt->chunk / bs;
@@ -203,7 +206,7 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
             return;
         }
         if (r->plan.n_chunks)
-            pd_run_state(p->trace, r->desc.run, "kv_transfer_started", "remote", r->desc.gen, 0, NULL);
+            step_of(p, r, "kv_transfer_started", 0);
     }
     if (!r->plan.n_chunks)
         return;
@@ -240,14 +243,14 @@ static void complete(struct prefiller *p, struct pf_run *r)
     int rc;
     r->desc.first = r->first;
     r->desc.n_first = (uint32_t)r->in.req.n;
-    pd_run_state(p->trace, r->desc.run, "prefill_completed", "remote", r->desc.gen, 0, NULL);
+    step_of(p, r, "prefill_completed", 0);
     if ((rc = stage_times(r, &e)) == 0)
         rc = p->dumping ? pd_publish_dump(p->pub, &r->desc, pd_seq_blocks(&r->run->seq[0]), (const uint8_t (*)[16])r->hashes,
                                           r->desc.n_tokens / r->desc.layout.block_size, &e)
                         : put_desc(p, r, false, &e);
     if (rc < 0)
         fatal(p, &e);
-    pd_run_state(p->trace, r->desc.run, "kv_published", "remote", r->desc.gen, r->plan.bytes, NULL);
+    step_of(p, r, "kv_published", r->plan.bytes);
     p->tokens_done += r->desc.n_tokens;
 }
 
@@ -293,7 +296,7 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
         pd_run_new(r->in.req.run, NULL);        /* the answer to the other keeps the name */
         goto refused;
     }
-    pd_run_state(p->trace, r->in.req.run, "accepted", "remote", NULL, 0, NULL);
+    pd_run_step(p->trace, &(struct pd_step){ .run = r->in.req.run, .where = "remote" }, "accepted", 0, NULL);
     if ((rc = describe(p, r, e)) < 0 || (rc = check_desc(p, r, e)) < 0)
         goto refused;
     if (!(r->first = pd_arena_alloc(&r->in.mem, (size_t)r->in.req.n, sizeof *r->first, e)))
@@ -302,7 +305,7 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
     if ((rc = pd_batch_submit(p->batch, &j, &run, e)) < 0)
         goto refused;
     r->run = run;
-    pd_run_state(p->trace, r->desc.run, "prefill_started", "remote", r->desc.gen, 0, NULL);
+    step_of(p, r, "prefill_started", 0);
     return;
 refused:
     refuse(p, &r->in.req, e);
@@ -341,7 +344,7 @@ static int take_record(struct prefiller *p, struct pd_rstream *in, int timeout, 
     return 1;
 }
 
-static void step(struct prefiller *p)
+static void run_step(struct prefiller *p)
 {
     struct pd_err e;
     int rows = pd_batch_step(p->batch, &e);
@@ -354,9 +357,7 @@ static void step(struct prefiller *p)
             pd_batch_fail_oldest(p->batch);
     }
     struct pd_batch_stats st = pd_batch_stats(p->batch);
-    double s = (double)(pd_mono_us() - p->t0) / 1e6;
-    if (s > 2)
-        pd_progress("prefill: %llu tokens, %.0f tokens/s, %u runs in hand", (unsigned long long)st.prompt_rows, (double)st.prompt_rows / s, st.runs);
+    pd_run_progress("prefill", p->t0, st.prompt_rows + st.decode_rows, st.rows_left, st.runs);
 }
 
 int pd_prefill_run(struct pd_runtime *rt, const struct pd_prefill_opts *o, struct pd_rstream *in, struct pd_wstream *out, struct pd_dump_w *dump,
@@ -390,7 +391,7 @@ int pd_prefill_run(struct pd_runtime *rt, const struct pd_prefill_opts *o, struc
                 continue;               /* take all that is there before a step */
         }
         if (pd_batch_busy(p.batch))
-            step(&p);
+            run_step(&p);
         else if (!open || p.n_runs >= 4 * rt->max_seqs)
             reap(&p, true);
         if (pd_publish_error(p.pub, e))

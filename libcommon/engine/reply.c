@@ -72,13 +72,30 @@ int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, cons
     return rc;
 }
 
-void pd_run_state(struct pd_trace *t, const char *run, const char *state, const char *where, const uint8_t *gen, uint64_t bytes, const char *cause)
+void pd_run_step(struct pd_trace *t, const struct pd_step *s, const char *state, uint64_t bytes, const char *cause)
 {
-    pd_trace_state(t, run, state, where, gen, bytes, cause);
-    if (pd_log_verbose() && bytes)
-        pd_info("run %s: %s (%s), %llu bytes", run, state, where, (unsigned long long)bytes);
-    else if (pd_log_verbose())
-        pd_info("run %s: %s (%s)%s%s", run, state, where, cause ? ": " : "", cause ? cause : "");
+    pd_trace_step(t, s, state, bytes, cause);
+    if (!pd_log_verbose())
+        return;
+    char size[40] = "";
+    if (bytes)
+        snprintf(size, sizeof size, ", %llu bytes", (unsigned long long)bytes);
+    pd_info("run %s: %s (%s)%s%s%s", s->run, state, s->where, size, cause ? ": " : "", cause ? cause : "");
+}
+
+void pd_run_progress(const char *what, int64_t t0, uint64_t done, uint64_t left, uint32_t runs)
+{
+    double s = (double)(pd_mono_us() - t0) / 1e6;
+    if (s > 2 && done)
+        pd_progress("%s: %llu tokens, %.0f tokens/s, %u runs in hand, at most %.0f s to go", what, (unsigned long long)done, (double)done / s, runs,
+                    (double)left * s / (double)done);
+}
+
+void pd_op_make(uint8_t op[16], const char *run, const char *step, const void *inputs, size_t n)
+{
+    uint64_t seed = pd_xxh3(run, strlen(run), 0);
+    pd_put_be64(op, pd_xxh3(step, strlen(step), seed));
+    pd_put_be64(op + 8, pd_xxh3(inputs, n, seed));
 }
 
 void pd_refusal_log(const struct pd_request *r, const struct pd_err *why)

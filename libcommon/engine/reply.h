@@ -23,7 +23,11 @@ int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, cons
 /* Writes the records that lie one after the other in p[0..n). */
 int pd_put_records(struct pd_wstream *w, const uint8_t *p, size_t n, struct pd_err *e);
 /* A step of a run's life: into the trace, and to a person under -v. */
-void pd_run_state(struct pd_trace *t, const char *run, const char *state, const char *where, const uint8_t *gen, uint64_t bytes, const char *cause);
+void pd_run_step(struct pd_trace *t, const struct pd_step *s, const char *state, uint64_t bytes, const char *cause);
+/* The op of a step: a hash of (run, step, inputs), so that the same step has the same op wherever it runs. */
+void pd_op_make(uint8_t op[16], const char *run, const char *step, const void *inputs, size_t n);
+/* The progress line: work of more than two seconds. left: rows still to run at the most. */
+void pd_run_progress(const char *what, int64_t t0, uint64_t done, uint64_t left, uint32_t runs);
 /* Tells a person: "run 01J... (id a): message". */
 void pd_refusal_log(const struct pd_request *r, const struct pd_err *why);
 #endif

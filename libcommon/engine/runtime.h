@@ -4,6 +4,8 @@
 #include "../kv/fingerprint.h"
 #include "../kv/pool.h"
 
+#define PD_DOMAIN "local"       /* the transfer domain, until a topology names others */
+
 struct pd_runtime_opts {
     const char *model, *chat_template, *role;   /* role: "prefill", "decode" */
     int threads;                /* 0: the physical cores of the affinity mask */

@@ -11,7 +11,7 @@
 
 struct pd_trace {
     int fd;
-    char *path, *worker;
+    char *path, *worker, *revision, *domain;
     char role[12];
     atomic_bool warned;
 };
@@ -58,6 +58,10 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
     struct pd_err e;
     if (!v.worker.p && t->worker[0])
         v.worker = (struct pd_str){ t->worker, strlen(t->worker) };
+    if (!v.model_revision.p && t->revision)
+        v.model_revision = (struct pd_str){ t->revision, strlen(t->revision) };
+    if (!v.domain.p && t->domain)
+        v.domain = (struct pd_str){ t->domain, strlen(t->domain) };
     if (!v.role[0])
         memcpy(v.role, t->role, sizeof v.role);
     if (!v.t_us)
@@ -78,23 +82,40 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
     pd_buf_free(&b);
 }
 
-void pd_trace_state(struct pd_trace *t, const char *run, const char *state, const char *where, const uint8_t *gen, uint64_t bytes, const char *cause)
+void pd_trace_step(struct pd_trace *t, const struct pd_step *s, const char *state, uint64_t bytes, const char *cause)
 {
     if (!t)
         return;
-    struct pd_event v = { .bytes = bytes };
-    if (run)
-        snprintf(v.run, sizeof v.run, "%s", run);
+    struct pd_event v = { .bytes = bytes, .has_gen = s->gen != NULL, .has_op = s->op != NULL, .has_parent = s->parent != NULL };
+    if (s->run)
+        snprintf(v.run, sizeof v.run, "%s", s->run);
     snprintf(v.state, sizeof v.state, "%s", state);
-    if (where)
-        snprintf(v.where, sizeof v.where, "%s", where);
-    if (gen) {
-        memcpy(v.gen, gen, PD_GEN_LEN);
-        v.has_gen = true;
-    }
+    if (s->where)
+        snprintf(v.where, sizeof v.where, "%s", s->where);
+    if (s->gen)
+        memcpy(v.gen, s->gen, sizeof v.gen);
+    if (s->op)
+        memcpy(v.op, s->op, sizeof v.op);
+    if (s->parent)
+        memcpy(v.parent, s->parent, sizeof v.parent);
     if (cause)
         v.cause = (struct pd_str){ cause, strlen(cause) };
     pd_trace_emit(t, &v);
+}
+
+static int copy_text(char **to, const char *from, struct pd_err *e)
+{
+    pd_free(*to);
+    *to = from ? pd_strndup(from, strlen(from), e) : NULL;
+    return from && !*to ? PD_ENOMEM : 0;
+}
+
+int pd_trace_about(struct pd_trace *t, const char *model_revision, const char *domain, struct pd_err *e)
+{
+    if (!t)
+        return 0;
+    int rc = copy_text(&t->revision, model_revision, e);
+    return rc < 0 ? rc : copy_text(&t->domain, domain, e);
 }
 
 void pd_trace_close(struct pd_trace *t)
@@ -105,5 +126,7 @@ void pd_trace_close(struct pd_trace *t)
         close(t->fd);
     pd_free(t->path);
     pd_free(t->worker);
+    pd_free(t->revision);
+    pd_free(t->domain);
     pd_free(t);
 }

@@ -268,7 +268,7 @@ static void events_are_whole_records(void **state)
     const char *path = in_dir("trace");
     assert_int_equal(pd_trace_open(NULL, "w", "prefill", &t, &e), 0);
     assert_null(t);
-    pd_trace_state(t, "x", "accepted", NULL, NULL, 0, NULL);
+    pd_trace_step(t, &(struct pd_step){ .run = "x" }, "accepted", 0, NULL);
     pd_trace_close(t);
     assert_int_equal(pd_trace_open("/no/such/dir/t", "w", "prefill", &t, &e), PD_EFAIL);
     for (int i = 0; i < 4; i++)     /* four writers at once */
@@ -279,7 +279,7 @@ static void events_are_whole_records(void **state)
                 _exit(1);
             uint8_t gen[PD_GEN_LEN] = { 1 };
             for (int k = 0; k < 500; k++)
-                pd_trace_state(t, "01ARZ3NDEKTSV4RRFFQ69G5FAV", "kv_published", "remote", k % 2 ? gen : NULL, (uint64_t)k, k % 3 ? "why" : NULL);
+                pd_trace_step(t, &(struct pd_step){ .run = "01ARZ3NDEKTSV4RRFFQ69G5FAV", .where = "remote", .gen = k % 2 ? gen : NULL }, "kv_published", (uint64_t)k, k % 3 ? "why" : NULL);
             pd_trace_close(t);
             _exit(0);
         }
@@ -320,7 +320,7 @@ static void events_are_whole_records(void **state)
     assert_int_equal(pd_trace_open("/dev/full", "w", "decode", &t, &e), 0);
     dup2(p[1], 2);
     for (int i = 0; i < 3; i++)
-        pd_trace_state(t, NULL, "accepted", NULL, NULL, 0, NULL);
+        pd_trace_step(t, &(struct pd_step){ 0 }, "accepted", 0, NULL);
     dup2(keep, 2);
     close(keep);
     close(p[1]);

@@ -93,7 +93,7 @@ static int traced(struct pd_err *e)
     if (rc)
         return rc;
     for (int i = 0; i < 3; i++)
-        pd_trace_state(t, RUN_A, "accepted", "local", NULL, 0, NULL);
+        pd_trace_step(t, &(struct pd_step){ .run = RUN_A, .where = "local" }, "accepted", 0, NULL);
     pd_trace_close(t);
     return 0;
 }
