@@ -17,5 +17,5 @@ void pd_dump_abort(struct pd_dump_w *w);                        /* nothing stays
 struct pd_dump_r;
 int pd_dump_read(const char *path, const char *run /* NULL: all */, struct pd_dump_r **out, int *fd, struct pd_err *e);
 int pd_dump_read_end(struct pd_dump_r *r, struct pd_err *e);
-bool pd_dump_is(const char *path);                              /* by magic */
+bool pd_dump_is(const char *path);                              /* a regular file with the magic */
 #endif

@@ -126,6 +126,9 @@ int pd_h5_super_read(int fd, const char *path, struct pd_h5_super *s, struct pd_
 bool pd_dump_is(const char *path)
 {
     uint8_t b[8];
+    struct stat st;
+    if (stat(path, &st) || !S_ISREG(st.st_mode))        /* a FIFO would lose its first bytes, and wait for a writer */
+        return false;
     FILE *f = fopen(path, "re");
     bool is = f && fread(b, 1, 8, f) == 8 && !memcmp(b, magic, 8);
     if (f)

@@ -125,7 +125,8 @@ static int clear_stale(const char *path, const struct sockaddr_un *a, struct pd_
         return errno == ENOENT ? 0 : pd_fail_sys(e, "%s", path);
     if (!S_ISSOCK(st.st_mode))
         return pd_fail(e, PD_EUSAGE, "%s exists and is no socket; choose another path", path);
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    /* A datagram socket is told of a live listener (EPROTOTYPE) without being taken for the one peer that it waits for. */
+    int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return pd_fail_sys(e, "%s: cannot make a socket", path);
     int refused = connect(fd, (const struct sockaddr *)a, sizeof *a) && errno == ECONNREFUSED;
