@@ -1,4 +1,6 @@
+#include <fcntl.h>
 #include <stdio.h>
+#include <unistd.h>
 #include "cli.h"
 #include "log.h"
 #include "mem.h"
@@ -19,10 +21,20 @@ struct poptOption pd_cli_common[] = {
     POPT_TABLEEND
 };
 
+/* A closed standard descriptor would be given to the next file opened: then "-" reads the model, and messages are written into KV memory. It gets a
+ * descriptor that can only do what is never asked of it, so that its use fails as that of a closed one does. */
+static void guard_standard_fds(void)
+{
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY) < 0)
+            return;
+}
+
 int pd_cli_parse(const char *program, const struct poptOption *table, const char *args_help, int argc, const char **argv, void (*version)(void), const char ***args)
 {
     static const char *none[] = { NULL };
     int rc;
+    guard_standard_fds();
     pd_log_init(program, 0, false);
     pd_stop_init();
     if (!(context = poptGetContext(program, argc, argv, table, 0))) {
