@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static const char *const point_name[] = { "malloc", "read", "write", "fsync", "mmap" };
+static const char *const point_name[] = { "malloc", "read", "write", "fsync", "mmap", "tmpfile" };
 enum { N_POINTS = sizeof point_name / sizeof *point_name };
 static long fail_at[N_POINTS];
 static atomic_long passes[N_POINTS];
@@ -25,7 +25,7 @@ static int point_index(const char *s, size_t n)
 /* A drill with a misspelt point would pass without having drilled anything: that ends the process. Only this build has it. */
 static void refuse(const char *spec)
 {
-    dprintf(2, "PD_FAULT: '%s' is not point:fail:N (points: malloc read write fsync mmap; example: malloc:fail:17)\n", spec);
+    dprintf(2, "PD_FAULT: '%s' is not point:fail:N (points: malloc read write fsync mmap tmpfile; example: malloc:fail:17)\n", spec);
     _exit(2);
 }
 

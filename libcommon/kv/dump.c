@@ -1,22 +1,17 @@
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
-#include "../base/fault.h"
+#include "../base/outfile.h"
 #include "../wire/json.h"
 #include "dump.h"
 #include "dump_format.h"
 #include "h5fd.h"
 #include "h5zstd.h"
 
-/* Written into an unnamed file (O_TMPFILE), or a named temporary one where the file system has none of these: whatever ends the process, no half-written
- * file keeps the name. Chunks are written block by block, all layers of each, so that what precedes a cut is a prefix of the tokens. */
+/* Chunks are written block by block, all layers of each, so that what precedes a cut is a prefix of the tokens. */
 struct pd_dump_w {
-    char *path, *dir, *tmp;     /* tmp: a name to remove, or NULL */
-    int fd, sys;                /* sys: errno of the first write that failed; the file is worth nothing then */
+    struct pd_outfile out;
+    int sys;                    /* errno of the first write that failed; the file is worth nothing then */
     hid_t file, runs;
     uint32_t n_runs;
 };
@@ -24,30 +19,9 @@ struct pd_dump_w {
 static int h5_fail(const struct pd_dump_w *w, struct pd_err *e)
 {
     if (!w->sys)
-        return pd_h5_fail(e, PD_EFAIL, w->path);
+        return pd_h5_fail(e, PD_EFAIL, w->out.path);
     errno = w->sys;
-    return pd_fail_sys(e, "%s", w->path);
-}
-
-static int open_temp(struct pd_dump_w *w, struct pd_err *e)
-{
-    w->fd = open(w->dir, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    if (w->fd >= 0)
-        return 0;
-    if (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT && errno != EINVAL)
-        return pd_fail_sys(e, "%s: cannot write in %s", w->path, w->dir);
-    size_t n = strlen(w->path) + 12;
-    if (!(w->tmp = pd_calloc(n, 1, "temporary name", e)))
-        return PD_ENOMEM;
-    snprintf(w->tmp, n, "%s.tmp.XXXXXX", w->path);
-    w->fd = mkostemp(w->tmp, O_CLOEXEC);
-    if (w->fd < 0) {
-        int rc = pd_fail_sys(e, "%s: cannot write in %s", w->path, w->dir);
-        pd_free(w->tmp);
-        w->tmp = NULL;
-        return rc;
-    }
-    return 0;
+    return pd_fail_sys(e, "%s", w->out.path);
 }
 
 static hid_t string_type(size_t n)
@@ -89,20 +63,12 @@ static bool put_hex(hid_t at, const char *name, const uint8_t *p, size_t n)
 
 int pd_dump_create(const char *path, struct pd_dump_w **out, struct pd_err *e)
 {
-    struct stat st;
-    int rc = PD_ENOMEM;
-    if (!stat(path, &st) && !S_ISREG(st.st_mode))
-        return pd_fail(e, PD_EUSAGE, "%s: a dump is written to a regular file", path);
+    int rc;
     struct pd_dump_w *w = pd_calloc(1, sizeof *w, "dump writer", e);
     if (!w)
         return PD_ENOMEM;
-    w->fd = -1;
     w->file = w->runs = -1;
-    const char *slash = strrchr(path, '/');
-    if (!(w->path = pd_strndup(path, strlen(path), e)) ||
-        !(w->dir = slash ? pd_strndup(path, slash == path ? 1 : (size_t)(slash - path), e) : pd_strndup(".", 1, e)))
-        goto bad;
-    if ((rc = open_temp(w, e)))
+    if ((rc = pd_outfile_open(path, &w->out, e)))
         goto bad;
 
     pd_h5_begin();
@@ -112,7 +78,7 @@ int pd_dump_create(const char *path, struct pd_dump_w **out, struct pd_err *e)
     struct tm tm;
     unsigned version = PD_DUMP_VERSION;
     strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &tm));
-    bool ok = H5Zregister(&pd_h5z_class) >= 0 && pd_h5fd_set(fapl, w->fd, &w->sys) && H5Pset_libver_bounds(fapl, H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0 &&
+    bool ok = H5Zregister(&pd_h5z_class) >= 0 && pd_h5fd_set(fapl, w->out.fd, &w->sys) && H5Pset_libver_bounds(fapl, H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0 &&
               H5Pset_meta_block_size(fapl, 1 << 20) >= 0 && H5Pset_fclose_degree(fapl, H5F_CLOSE_STRONG) >= 0 &&
               H5Pset_link_creation_order(gcpl, H5P_CRT_ORDER_TRACKED | H5P_CRT_ORDER_INDEXED) >= 0 &&
               (w->file = H5Fcreate(path, H5F_ACC_TRUNC, H5P_DEFAULT, fapl)) >= 0 && put_text(w->file, "format", PD_DUMP_FORMAT, strlen(PD_DUMP_FORMAT)) &&
@@ -298,7 +264,7 @@ int pd_dump_add(struct pd_dump_w *w, const struct pd_kvdesc *d, const struct pd_
         goto out;
     hsize_t n = d->n_tokens, nh[2] = { n_hashes, 16 }, nl = n_logits;
     if ((run = H5Gcreate2(w->runs, d->run, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT)) < 0) {
-        rc = H5Lexists(w->runs, d->run, H5P_DEFAULT) > 0 ? pd_fail(e, PD_EFAIL, "%s: run %s is in the file already", w->path, d->run) : h5_fail(w, e);
+        rc = H5Lexists(w->runs, d->run, H5P_DEFAULT) > 0 ? pd_fail(e, PD_EFAIL, "%s: run %s is in the file already", w->out.path, d->run) : h5_fail(w, e);
         goto out;
     }
     if (!put_attrs(run, d, &fp, &json) || !put_small(run, "tokens", H5T_STD_I32LE, 1, &n, d->token_ids) ||
@@ -322,29 +288,6 @@ out:
 
 uint32_t pd_dump_runs(const struct pd_dump_w *w) { return w->n_runs; }
 
-/* Give the unnamed file a name beside the target, so that one rename puts it in place. */
-static int name_it(struct pd_dump_w *w, struct pd_err *e)
-{
-    char from[64];
-    size_t n = strlen(w->path) + 40;
-    snprintf(from, sizeof from, "/proc/self/fd/%d", w->fd);
-    char *tmp = pd_calloc(n, 1, "temporary name", e);
-    if (!tmp)
-        return PD_ENOMEM;
-    for (unsigned i = 0; i < 100; i++) {
-        snprintf(tmp, n, "%s.tmp.%ld.%u", w->path, (long)getpid(), i);
-        if (!linkat(AT_FDCWD, from, AT_FDCWD, tmp, AT_SYMLINK_FOLLOW)) {
-            w->tmp = tmp;
-            return 0;
-        }
-        if (errno != EEXIST)
-            break;
-    }
-    int rc = pd_fail_sys(e, "%s: cannot name it", w->path);
-    pd_free(tmp);
-    return rc;
-}
-
 int pd_dump_commit(struct pd_dump_w *w, struct pd_err *e)
 {
     int rc = 0;
@@ -352,21 +295,8 @@ int pd_dump_commit(struct pd_dump_w *w, struct pd_err *e)
     if (H5Gclose(w->runs) < 0 || H5Fclose(w->file) < 0 || w->sys)
         rc = h5_fail(w, e);
     w->runs = w->file = -1;
-    if (!rc && (pd_fault("fsync") ? (errno = EIO, -1) : fsync(w->fd)))
-        rc = pd_fail_sys(e, "%s: fsync", w->path);
-    if (!rc && !w->tmp)
-        rc = name_it(w, e);
-    if (!rc && rename(w->tmp, w->path))
-        rc = pd_fail_sys(e, "%s: rename", w->path);
-    if (!rc) {
-        pd_free(w->tmp);
-        w->tmp = NULL;
-        int d = open(w->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        if (d >= 0) {
-            fsync(d);           /* the name; the bytes are down already, and some file systems refuse this */
-            close(d);
-        }
-    }
+    if (!rc)
+        rc = pd_outfile_commit(&w->out, e);
     pd_dump_abort(w);
     return rc;
 }
@@ -379,12 +309,6 @@ void pd_dump_abort(struct pd_dump_w *w)
         H5Gclose(w->runs);
     if (w->file >= 0)
         H5Fclose(w->file);
-    if (w->tmp)
-        unlink(w->tmp);
-    if (w->fd >= 0)
-        close(w->fd);
-    pd_free(w->path);
-    pd_free(w->dir);
-    pd_free(w->tmp);
+    pd_outfile_abort(&w->out);
     pd_free(w);
 }

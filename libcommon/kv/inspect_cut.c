@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 #include "../base/log.h"
+#include "../base/outfile.h"
 #include "fingerprint.h"
 #include "inspect.h"
 #include "prefix.h"
@@ -182,32 +183,21 @@ static int salvage_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
     return pd_kv_write_cut(k->w, r, &(struct pd_kv_cut){ 0, keep, 0, layers }, e);
 }
 
-/* libhdf5 opens only a file of its full length: an unnamed copy is given that length, the missing part zero, which no checksum takes for data. */
-static int padded_copy(int fd, const char *path, const char *to, const struct pd_h5_super *s, int *copy, struct pd_err *e)
+/* libhdf5 opens only a file of its full length: a copy, which is never committed, is given that length, the missing part zero, which no checksum takes for data. */
+static int padded_copy(int fd, const char *path, const char *to, const struct pd_h5_super *s, struct pd_outfile *copy, struct pd_err *e)
 {
-    const char *slash = strrchr(to, '/');
-    char *dir = slash ? pd_strndup(to, slash == to ? 1 : (size_t)(slash - to), e) : pd_strndup(".", 1, e);
     uint8_t buf[65536];
     ssize_t n;
     off_t at = 0;
-    if (!dir)
-        return PD_ENOMEM;
-    *copy = open(dir, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    pd_free(dir);
-    if (*copy < 0) {
-        char name[] = "/tmp/pd-salvage.XXXXXX";
-        *copy = mkostemp(name, O_CLOEXEC);
-        if (*copy >= 0)
-            unlink(name);
-    }
-    if (*copy < 0)
-        return pd_fail_sys(e, "%s: a copy to work on", path);
+    int rc = pd_outfile_open(to, copy, e);
+    if (rc)
+        return rc;
     while ((n = pread(fd, buf, sizeof buf, at)) > 0) {
-        if (write(*copy, buf, (size_t)n) != n)
+        if (write(copy->fd, buf, (size_t)n) != n)
             return pd_fail_sys(e, "%s: a copy to work on", path);
         at += n;
     }
-    if (n < 0 || ftruncate(*copy, (off_t)s->eof))
+    if (n < 0 || ftruncate(copy->fd, (off_t)s->eof))
         return pd_fail_sys(e, "%s: a copy to work on", path);
     return 0;
 }
@@ -217,7 +207,8 @@ int pd_kv_salvage(const char *path, const char *to, const struct pd_kv_opts *o, 
     struct cutting k = { .path = path, .o = o };
     struct pd_h5_super s;
     struct pd_err read = { 0 };
-    int copy = -1, fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), rc;
+    struct pd_outfile copy = { .fd = -1 };
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), rc;
     if (fd < 0)
         return pd_fail_sys(e, "%s", path);
     if ((rc = pd_h5_super_read(fd, path, &s, e)))
@@ -229,7 +220,7 @@ int pd_kv_salvage(const char *path, const char *to, const struct pd_kv_opts *o, 
     }
     if ((rc = pd_dump_create(to, &k.w, e)))
         goto out;
-    rc = pd_kv_each_run(path, copy >= 0 ? copy : fd, &(struct pd_kv_walk){ PD_DUMP_EACH, o->run, salvage_run, on_fault, &k }, &read);
+    rc = pd_kv_each_run(path, copy.path ? copy.fd : fd, &(struct pd_kv_walk){ PD_DUMP_EACH, o->run, salvage_run, on_fault, &k }, &read);
     if (rc && rc != PD_ECORRUPT) {
         if (e)
             *e = read;
@@ -243,8 +234,7 @@ int pd_kv_salvage(const char *path, const char *to, const struct pd_kv_opts *o, 
     }
     pd_dump_abort(k.w);
 out:
-    if (copy >= 0)
-        close(copy);
+    pd_outfile_abort(&copy);
     close(fd);
     return rc;
 }

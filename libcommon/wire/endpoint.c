@@ -1,9 +1,6 @@
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <poll.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -11,9 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 #include "../base/clock.h"
-#include "../base/fault.h"
 #include "../base/log.h"
-#include "../base/mem.h"
 #include "endpoint.h"
 
 #define PIPE_BYTES (1 << 20)
@@ -139,6 +134,7 @@ static int clear_stale(const char *path, const struct sockaddr_un *a, struct pd_
 static int listen_unix(const char *path, struct pd_endpoint *ep, struct pd_err *e)
 {
     struct sockaddr_un a;
+    bool named = false;
     int l = -1, rc = address(path, &a, e);
     rc = rc ? rc : clear_stale(path, &a, e);
     if (rc)
@@ -149,12 +145,7 @@ static int listen_unix(const char *path, struct pd_endpoint *ep, struct pd_err *
         rc = pd_fail_sys(e, "%s: cannot listen", path);
         goto out;
     }
-    ep->unlink_path = pd_strndup(path, strlen(path), e);
-    if (!ep->unlink_path) {
-        rc = PD_ENOMEM;
-        unlink(path);
-        goto out;
-    }
+    named = true;
     if (listen(l, 1)) {
         rc = pd_fail_sys(e, "%s: cannot listen", path);
         goto out;
@@ -176,10 +167,8 @@ static int listen_unix(const char *path, struct pd_endpoint *ep, struct pd_err *
     }
 out:
     /* One peer is served: the name goes as soon as it came, and a second one finds nothing rather than a queue without end. */
-    if (ep->unlink_path)
-        unlink(ep->unlink_path);
-    pd_free(ep->unlink_path);
-    ep->unlink_path = NULL;
+    if (named)
+        unlink(path);
     if (l >= 0)
         close(l);
     return rc;
@@ -187,126 +176,75 @@ out:
 
 /* ---- paths ---- */
 
-int pd_endpoint_open_in(const char *spec, int64_t connect_timeout_us, struct pd_endpoint *ep, struct pd_err *e)
+/* What is no plain path is opened here: 1. Else 0, with the path and what is there (a mode; 0: nothing). */
+static int open_special(const char *spec, int stdio, int64_t connect_timeout_us, const char **path, mode_t *there, struct pd_endpoint *ep, struct pd_err *e)
 {
     enum scheme scheme;
-    const char *path;
-    struct stat st;
+    struct stat st = { 0 };
     *ep = (struct pd_endpoint){ .fd = -1 };
-    int rc = parse(spec, &scheme, &path, e);
+    int rc = parse(spec, &scheme, path, e);
     if (rc)
         return rc;
-    if (scheme == UNIX || (scheme == PATH && !stat(path, &st) && S_ISSOCK(st.st_mode)))
-        return connect_unix(path, connect_timeout_us, ep, e);
-    if (scheme == UNIX_LISTEN)
-        return listen_unix(path, ep, e);
-    if (scheme == STDIO) {
-        ep->fd = STDIN_FILENO;
-        enlarge_pipe(ep->fd);
-        return 0;
-    }
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return errno == EINTR ? pd_fail(e, PD_ECANCEL, "%s: interrupted", path) : pd_fail_sys(e, "cannot open %s", path);
-    if (!fstat(fd, &st) && S_ISDIR(st.st_mode)) {
-        close(fd);
-        return pd_fail(e, PD_EUSAGE, "%s is a directory; name a file", path);
-    }
-    enlarge_pipe(fd);
-    ep->fd = fd;
-    ep->own = true;
-    return 0;
+    *there = scheme == PATH && !stat(*path, &st) ? st.st_mode : 0;
+    if (scheme == UNIX || S_ISSOCK(*there))
+        rc = connect_unix(*path, connect_timeout_us, ep, e);
+    else if (scheme == UNIX_LISTEN)
+        rc = listen_unix(*path, ep, e);
+    else if (scheme == STDIO)
+        enlarge_pipe(ep->fd = stdio);
+    else
+        return S_ISDIR(*there) ? pd_fail(e, PD_EUSAGE, "%s is a directory; name a file in it", *path) : 0;
+    return rc ? rc : 1;
 }
 
-/* A temporary beside the target. A link is followed, so that its target is replaced and the link stays. */
-static int open_temporary(const char *path, const struct stat *old, struct pd_endpoint *ep, struct pd_err *e)
+static int open_path(const char *path, int flags, struct pd_endpoint *ep, struct pd_err *e)
 {
-    struct stat link;
-    char *real = NULL;
-    int rc = 0;
-    if (!lstat(path, &link) && S_ISLNK(link.st_mode) && !(real = realpath(path, NULL)))
-        return pd_fail_sys(e, "%s is a link to a file that is not there", path);
-    const char *target = real ? real : path;
-    struct pd_buf name = { 0 };
-    ep->path = pd_strndup(target, strlen(target), e);
-    rc = ep->path ? pd_buf_printf(&name, e, "%s.XXXXXX", target) : PD_ENOMEM;
-    if (!rc && !(ep->tmp = pd_strndup((char *)name.p, name.n, e)))
-        rc = PD_ENOMEM;
-    if (!rc && (ep->fd = mkostemp(ep->tmp, O_CLOEXEC)) < 0)
-        rc = pd_fail_sys(e, "cannot make a file beside %s", path);
-    if (!rc && old && fchmod(ep->fd, old->st_mode & 0777))
-        rc = pd_fail_sys(e, "%s: cannot keep the mode of the old file", path);
-    ep->own = ep->fd >= 0;
-    pd_buf_free(&name);
-    free(real);
-    if (rc && ep->fd < 0) {
-        pd_free(ep->tmp);
-        ep->tmp = NULL;
-    }
-    if (rc)
-        pd_endpoint_abort(ep);
-    return rc;
-}
-
-int pd_endpoint_open_out(const char *spec, int64_t connect_timeout_us, struct pd_endpoint *ep, struct pd_err *e)
-{
-    enum scheme scheme;
-    const char *path;
-    struct stat st;
-    *ep = (struct pd_endpoint){ .fd = -1 };
-    int rc = parse(spec, &scheme, &path, e);
-    if (rc)
-        return rc;
-    bool there = scheme == PATH && !stat(path, &st);
-    if (scheme == UNIX || (there && S_ISSOCK(st.st_mode)))
-        return connect_unix(path, connect_timeout_us, ep, e);
-    if (scheme == UNIX_LISTEN)
-        return listen_unix(path, ep, e);
-    if (scheme == STDIO) {
-        ep->fd = STDOUT_FILENO;
-        enlarge_pipe(ep->fd);
-        return 0;
-    }
-    if (there && S_ISDIR(st.st_mode))
-        return pd_fail(e, PD_EUSAGE, "%s is a directory; name a file in it", path);
-    if (!there || S_ISREG(st.st_mode))
-        return open_temporary(path, there ? &st : NULL, ep, e);
-    ep->fd = open(path, O_WRONLY | O_CLOEXEC);
+    ep->fd = open(path, flags | O_CLOEXEC);
     if (ep->fd < 0)
-        return errno == EINTR ? pd_fail(e, PD_ECANCEL, "%s: interrupted", path) : pd_fail_sys(e, "cannot open %s for writing", path);
+        return errno == EINTR ? pd_fail(e, PD_ECANCEL, "%s: interrupted", path) : pd_fail_sys(e, "cannot open %s%s", path, flags == O_RDONLY ? "" : " for writing");
     ep->own = true;
     enlarge_pipe(ep->fd);
     return 0;
 }
 
+int pd_endpoint_open_in(const char *spec, int64_t connect_timeout_us, struct pd_endpoint *ep, struct pd_err *e)
+{
+    const char *path;
+    mode_t there;
+    int rc = open_special(spec, STDIN_FILENO, connect_timeout_us, &path, &there, ep, e);
+    if (rc)
+        return rc < 0 ? rc : 0;
+    return open_path(path, O_RDONLY, ep, e);
+}
+
+int pd_endpoint_open_out(const char *spec, int64_t connect_timeout_us, struct pd_endpoint *ep, struct pd_err *e)
+{
+    const char *path;
+    mode_t there;
+    int rc = open_special(spec, STDOUT_FILENO, connect_timeout_us, &path, &there, ep, e);
+    if (rc)
+        return rc < 0 ? rc : 0;
+    if (there && !S_ISREG(there))
+        return open_path(path, O_WRONLY, ep, e);
+    rc = pd_outfile_open(path, &ep->file, e);
+    ep->fd = ep->file.fd;
+    return rc;
+}
+
 int pd_endpoint_commit(struct pd_endpoint *ep, struct pd_err *e)
 {
-    int rc = 0;
-    if (ep->tmp && (pd_fault("fsync") ? (errno = EIO, -1) : fsync(ep->fd)))
-        rc = pd_fail_sys(e, "cannot bring %s to the disk", ep->path);
-    if (ep->own && ep->fd >= 0 && close(ep->fd) && errno != EINTR && !rc)
-        rc = pd_fail_sys(e, "cannot close %s", ep->path ? ep->path : "the output");
+    int rc = ep->file.path ? pd_outfile_commit(&ep->file, e) : 0;
+    if (ep->own && close(ep->fd) && errno != EINTR)
+        rc = pd_fail_sys(e, "cannot close the output");
     ep->own = false;
-    if (!rc && ep->tmp && rename(ep->tmp, ep->path))
-        rc = pd_fail_sys(e, "cannot rename %s to %s", ep->tmp, ep->path);
-    if (!rc) {
-        pd_free(ep->tmp);
-        ep->tmp = NULL;
-    }
-    pd_endpoint_abort(ep);      /* what is left to free; after a failure the temporary goes too */
+    pd_endpoint_abort(ep);      /* what is left to free */
     return rc;
 }
 
 void pd_endpoint_abort(struct pd_endpoint *ep)
 {
-    if (ep->own && ep->fd >= 0)
+    pd_outfile_abort(&ep->file);
+    if (ep->own)
         close(ep->fd);
-    if (ep->tmp)
-        unlink(ep->tmp);
-    if (ep->unlink_path)
-        unlink(ep->unlink_path);
-    pd_free(ep->path);
-    pd_free(ep->tmp);
-    pd_free(ep->unlink_path);
     *ep = (struct pd_endpoint){ .fd = -1 };
 }

@@ -189,10 +189,11 @@ static void nothing_half_written_stays(void **state)
     struct pd_dump_w *w = NULL;
     struct pd_err e = { 0 };
     struct stat st;
-    char out[300];
+    char out[300], link[300];
     snprintf(out, sizeof out, "%s/out", dir);
     assert_int_equal(mkdir(out, 0700), 0);
     snprintf(out, sizeof out, "%s/out/x.h5", dir);
+    snprintf(link, sizeof link, "%s/out/link.h5", dir);
     fix_make(&f, &f16, 50, 0, 1);
     assert_int_equal(pd_dump_create(out, &w, &e), 0);
     assert_int_equal(pd_dump_add(w, &f.d, f.pool, f.blocks, NULL, 0, NULL, 0, &e), 0);
@@ -203,8 +204,13 @@ static void nothing_half_written_stays(void **state)
     assert_true(only_these_names("x.h5 ", ""));
     assert_int_equal(stat(out, &st), 0);
     assert_int_equal(st.st_mode & 0777, 0600);
-    write_dump(out, &f, 1);     /* over an old one */
-    assert_true(only_these_names("x.h5 ", ""));
+    assert_int_equal(chmod(out, 0644), 0);
+    assert_int_equal(symlink("x.h5", link), 0);
+    write_dump(link, &f, 1);       /* over an old one: the link stays, and so does the mode */
+    assert_int_equal(stat(out, &st), 0);
+    assert_int_equal(st.st_mode & 0777, 0644);
+    assert_true(only_these_names("link.h5 ", "x.h5 "));
+    unlink(link);
     FAILS_WITH(pd_dump_create("/dev/null", &w, &e), PD_EUSAGE, "regular file");
     FAILS_WITH(pd_dump_create("/nonexistent/x.h5", &w, &e), PD_EFAIL, "/nonexistent");
     fix_free(&f);

@@ -141,7 +141,7 @@ static void devices_are_written_as_they_are(void **state)
     struct pd_err e;
     struct stat st;
     assert_int_equal(pd_endpoint_open_out("/dev/null", 0, &ep, &e), 0);
-    assert_null(ep.tmp);
+    assert_null(ep.file.path);
     assert_int_equal(pd_endpoint_commit(&ep, &e), 0);
     assert_int_equal(stat("/dev/null", &st), 0);
     assert_true(S_ISCHR(st.st_mode));

@@ -105,7 +105,7 @@ static int drill(const char *point, int (*what)(struct pd_err *), int want)
         int status;
         pid_t pid = fork();
         if (!pid) {
-            char spec[40];
+            char spec[60];
             struct pd_err e = { 0 };
             snprintf(spec, sizeof spec, "%s:fail:%d", point, n);
             setenv("PD_FAULT", spec, 1);
@@ -139,6 +139,15 @@ static void system_calls_can_fail(void **state)
     assert_int_equal(drill("fsync", files, 1), 2);
 }
 
+/* A file system that has no unnamed files: the temporary has a name, and goes all the same. */
+static void named_temporaries_go_too(void **state)
+{
+    assert_int_equal(drill("tmpfile", files, 0), 0);
+    assert_int_equal(drill("tmpfile:fail:1,write", files, 8), 2);
+    assert_int_equal(drill("tmpfile:fail:1,fsync", files, 1), 2);
+    assert_in_range(drill("tmpfile:fail:1,malloc", files, 8), 10, 20000);
+}
+
 /* A failing trace never fails the run: only the opening may. */
 static void a_trace_can_fail(void **state)
 {
@@ -158,7 +167,8 @@ int main(void)
     signal(SIGPIPE, SIG_IGN);
     const struct CMUnitTest tests[] = {
 #ifdef PD_FAULT
-        cmocka_unit_test(every_allocation_can_fail), cmocka_unit_test(system_calls_can_fail), cmocka_unit_test(a_trace_can_fail)
+        cmocka_unit_test(every_allocation_can_fail), cmocka_unit_test(system_calls_can_fail), cmocka_unit_test(named_temporaries_go_too),
+        cmocka_unit_test(a_trace_can_fail)
 #else
         cmocka_unit_test(faults)
 #endif
