@@ -224,7 +224,7 @@ static int close_sheets(const struct pd_dump_w *w, uint32_t layers, uint32_t n_b
 static int write_run(const struct pd_dump_w *w, hid_t run, const struct pd_kvdesc *d, const struct pd_plan *plan, const struct pd_pool *p, const uint32_t *blocks,
                      struct pd_err *e)
 {
-    struct work k = { .el = pd_dump_type_size(d->layout.dtype), .bytes = pd_pool_layer_bytes(p) };
+    struct work k = { .el = pd_layout_elem_size(&d->layout), .bytes = pd_pool_layer_bytes(p) };
     int rc = PD_ENOMEM;
     struct sheet *sheet = pd_calloc(plan->layers, sizeof *sheet, "dump datasets", e);
     if (!sheet)

@@ -285,7 +285,7 @@ static int open_run(struct child *c, hid_t runs, struct run *r)
     if (rc || (rc = read_tokens(c, r)) || (rc = read_hashes(c, r)))
         return rc;
     size_t n_sets = (size_t)r->plan.layers * 2;
-    r->el = pd_dump_type_size(r->d.layout.dtype);
+    r->el = pd_layout_elem_size(&r->d.layout);
     r->bytes = (size_t)(r->plan.chunk_bytes / r->plan.chunk_blocks / 2);
     if (!(r->set = pd_calloc(n_sets, sizeof *r->set, "datasets", &c->e)))
         return PD_ENOMEM;

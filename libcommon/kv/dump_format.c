@@ -2,31 +2,26 @@
 #include <stdio.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "../model/dtype.h"
 #include "dump.h"
 #include "dump_format.h"
 
 hid_t pd_dump_type(const char *dtype)
 {
-    hid_t t;
-    if (!strcmp(dtype, "f32"))
-        return H5Tcopy(H5T_IEEE_F32LE);
-    bool half = !strcmp(dtype, "f16");
-    if (!half && strcmp(dtype, "bf16"))
+    enum pd_dtype id;
+    if (!pd_kv_dtype_parse(dtype, &id))
         return -1;
-    /* sign, exponent, mantissa: 1 5 10 or 1 8 7; fields before size, for libhdf5 checks them against the precision it has */
-    if ((t = H5Tcopy(H5T_IEEE_F32LE)) < 0)
+    hid_t t = H5Tcopy(H5T_IEEE_F32LE);
+    if (t < 0 || id == PD_F32)
         return t;
+    bool half = id == PD_F16;
+    /* sign, exponent, mantissa: 1 5 10 or 1 8 7; fields before size, for libhdf5 checks them against the precision it has */
     herr_t bad = half ? H5Tset_fields(t, 15, 10, 5, 0, 10) : H5Tset_fields(t, 15, 7, 8, 0, 7);
     if (bad < 0 || H5Tset_size(t, 2) < 0 || H5Tset_ebias(t, half ? 15 : 127) < 0) {
         H5Tclose(t);
         return -1;
     }
     return t;
-}
-
-size_t pd_dump_type_size(const char *dtype)
-{
-    return !strcmp(dtype, "f32") ? 4 : !strcmp(dtype, "f16") || !strcmp(dtype, "bf16") ? 2 : 0;
 }
 
 void pd_dump_rows_of_block(const struct pd_kv_layout *l, size_t el, const uint8_t *block, uint8_t *rows)

@@ -9,9 +9,8 @@
 #define PD_DUMP_COMPACT 60000           /* bytes: smaller datasets lie in their object header, so that they survive with the metadata */
 #define PD_DUMP_READER "pd-dump-reader" /* argv[0] of the reading child */
 
-/* The HDF5 type of "f16", "f32", "bf16"; < 0 for others. The caller closes it. */
+/* The HDF5 type of a KV dtype; < 0 for others. The caller closes it. */
 hid_t pd_dump_type(const char *dtype);
-size_t pd_dump_type_size(const char *dtype);
 /* One chunk: a block's K or V of one layer, [block_size, kv_heads, head_dim]; a block of the pool is [kv_heads, block_size, head_dim]. */
 void pd_dump_rows_of_block(const struct pd_kv_layout *l, size_t el, const uint8_t *block, uint8_t *rows);
 void pd_dump_block_of_rows(const struct pd_kv_layout *l, size_t el, const uint8_t *rows, uint8_t *block);

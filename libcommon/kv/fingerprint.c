@@ -1,8 +1,9 @@
 #include <inttypes.h>
 #include <msgpack.h>
 #include <stdio.h>
-#include "../wire/record.h"
+#include "../model/dtype.h"
 #include "../wire/frame.h"
+#include "../wire/record.h"
 #include "fingerprint.h"
 
 /* The map is written must-fields first, in the order below, then the advisory ones: must_seed is taken over the bytes between. */
@@ -36,11 +37,6 @@ static void put_bin(struct pk *k, const char *name, const uint8_t *p, size_t n)
     k->bad |= msgpack_pack_bin(&k->m, n) || msgpack_pack_bin_body(&k->m, p, n);
 }
 static void put_none(struct pk *k, const char *name) { key(k, name); k->bad |= msgpack_pack_array(&k->m, 0) != 0; }
-
-static const char *kv_dtype_name(enum pd_dtype t)
-{
-    return t == PD_F32 ? "f32" : t == PD_BF16 ? "bf16" : t == PD_F16 ? "f16" : NULL;
-}
 
 static const char *rope_type_name(enum pd_rope_scaling s)
 {
@@ -92,7 +88,7 @@ static int put_must(struct pk *k, const struct pd_model *m, const struct pd_fp_p
     put_str(k, "weight_quant", m->quant);
     put_bin(k, "tokenizer_digest", tok ? tok : none, PD_SHA_LEN);
     put_bin(k, "chat_digest", m->chat.digest, PD_SHA_LEN);
-    put_str(k, "kv_dtype", kv_dtype_name(p->kv_dtype));
+    put_str(k, "kv_dtype", pd_kv_dtype_name(p->kv_dtype));
     put_str(k, "kv_quant", "none");
     put_str(k, "kv_scale", "none");
     put_int(k, "block_size", p->block_size);
@@ -124,8 +120,8 @@ int pd_fp_make(const struct pd_model *m, const struct pd_fp_params *p, struct pd
     struct pk k = { .bad = false };
     int rc;
     memset(fp, 0, sizeof *fp);
-    if (!kv_dtype_name(p->kv_dtype))
-        return pd_fail(e, PD_EUSAGE, "fingerprint: KV dtype %d is none of f16, f32, bf16", (int)p->kv_dtype);
+    if (!pd_kv_dtype_name(p->kv_dtype))
+        return pd_fail(e, PD_EUSAGE, "fingerprint: KV dtype %d is not " PD_KV_DTYPE_LIST, (int)p->kv_dtype);
     msgpack_packer_init(&k.m, &pairs, sink);
     rc = put_must(&k, m, p, e);
     if (rc)

@@ -9,14 +9,10 @@
 #define CHUNK_MAX_BLOCKS 256    /* when we choose: a chunk's pieces stay within one writev */
 #define HEAD_ROOM 1024          /* bytes of a chunk record besides its data, generously */
 
-static const struct { const char *name; enum pd_dtype t; } kv_dtypes[] = { { "f16", PD_F16 }, { "f32", PD_F32 }, { "bf16", PD_BF16 } };
-
-static size_t dtype_size_of(const char *name)
+size_t pd_layout_elem_size(const struct pd_kv_layout *l)
 {
-    for (size_t i = 0; i < sizeof kv_dtypes / sizeof *kv_dtypes; i++)
-        if (!strcmp(kv_dtypes[i].name, name))
-            return pd_dtype_size(kv_dtypes[i].t);
-    return 0;
+    enum pd_dtype t;
+    return pd_kv_dtype_parse(l->dtype, &t) ? pd_dtype_size(t) : 0;
 }
 
 static void put_be32(uint8_t out[4], uint32_t v)
@@ -51,17 +47,15 @@ void pd_layout_from_pool(const struct pd_pool *p, struct pd_kv_layout *l)
     l->layers = (uint32_t)g->layers;
     l->kv_heads = (uint32_t)g->kv_heads;
     l->head_dim = (uint32_t)g->head_dim;
-    for (size_t i = 0; i < sizeof kv_dtypes / sizeof *kv_dtypes; i++)
-        if (kv_dtypes[i].t == g->dtype)
-            strcpy(l->dtype, kv_dtypes[i].name);
+    strcpy(l->dtype, pd_kv_dtype_name(g->dtype));       /* a pool has no other types */
     strcpy(l->order, "HND");
     l->layout_hash = pd_layout_hash(l);
 }
 
 int pd_layout_check(const struct pd_kv_layout *l, struct pd_err *e)
 {
-    if (!dtype_size_of(l->dtype))
-        return pd_fail(e, PD_EINCOMPAT, "KV dtype '%.8s' is none of f16, f32, bf16", l->dtype);
+    if (!pd_layout_elem_size(l))
+        return pd_fail(e, PD_EINCOMPAT, "KV dtype '%.8s' is not " PD_KV_DTYPE_LIST, l->dtype);
     if (strcmp(l->order, "HND"))
         return pd_fail(e, PD_EINCOMPAT, "KV order '%.8s' is not HND", l->order);
     if (l->block_size < 1 || l->block_size > 65536 || l->layers < 1 || l->layers > 4096 || l->kv_heads < 1 || l->kv_heads > 65536 || l->head_dim < 1 ||
@@ -74,7 +68,7 @@ int pd_layout_check(const struct pd_kv_layout *l, struct pd_err *e)
 
 int pd_plan_make(const struct pd_kv_layout *l, uint32_t n_tokens, uint32_t chunk_blocks, struct pd_plan *plan, struct pd_err *e)
 {
-    size_t per = dtype_size_of(l->dtype), bytes, total, chunks;
+    size_t per = pd_layout_elem_size(l), bytes, total, chunks;
     memset(plan, 0, sizeof *plan);
     if (!per || !l->block_size || !l->layers || !l->kv_heads || !l->head_dim || !n_tokens)
         return pd_fail(e, PD_ECORRUPT, "KV of %u tokens in blocks of %u, %u layers, %u heads of %u, dtype '%.8s' makes no sense", n_tokens, l->block_size, l->layers,

@@ -10,6 +10,7 @@ struct iovec;
 struct pd_plan { uint32_t n_blocks, chunk_blocks, n_ranges, n_chunks, layers; uint64_t bytes, chunk_bytes; };
 uint64_t pd_layout_hash(const struct pd_kv_layout *l);
 int pd_layout_check(const struct pd_kv_layout *l, struct pd_err *e);            /* known dtype and order, sane sizes, layout_hash that of the fields */
+size_t pd_layout_elem_size(const struct pd_kv_layout *l);                       /* bytes of an element; 0: unknown dtype */
 void pd_layout_from_pool(const struct pd_pool *p, struct pd_kv_layout *l);      /* fills layout_hash too */
 /* chunk_blocks 0: chosen so that a chunk is about 1 MiB. PD_ECORRUPT when sizes overflow or exceed the record limit. */
 int pd_plan_make(const struct pd_kv_layout *l, uint32_t n_tokens, uint32_t chunk_blocks, struct pd_plan *plan, struct pd_err *e);

@@ -29,11 +29,6 @@ static void run_free(struct load *l)
     l->open = false;
 }
 
-static enum pd_dtype dtype_of(const char *name)
-{
-    return !strcmp(name, "f32") ? PD_F32 : !strcmp(name, "bf16") ? PD_BF16 : PD_F16;
-}
-
 static int on_offer(struct load *l, const struct pd_rec *rec, struct pd_err *e)
 {
     struct pd_kv_run *r = &l->run;
@@ -45,8 +40,11 @@ static int on_offer(struct load *l, const struct pd_rec *rec, struct pd_err *e)
     if (rc)
         return rc;
     const struct pd_kv_layout *y = &r->d.layout;
-    struct pd_pool_geom g = { (int)y->layers, (int)y->kv_heads, (int)y->head_dim, (int)y->block_size, dtype_of(y->dtype) };
-    if ((rc = pd_layout_check(y, e)) || (rc = pd_plan_make(y, r->d.n_tokens, r->d.payload.chunk_blocks, &plan, e)) ||
+    if ((rc = pd_layout_check(y, e)))
+        return rc;
+    struct pd_pool_geom g = { (int)y->layers, (int)y->kv_heads, (int)y->head_dim, (int)y->block_size, PD_F16 };
+    pd_kv_dtype_parse(y->dtype, &g.dtype);
+    if ((rc = pd_plan_make(y, r->d.n_tokens, r->d.payload.chunk_blocks, &plan, e)) ||
         (rc = pd_pool_new(&g, (int64_t)plan.bytes, &r->pool, e)) || (rc = pd_import_begin(r->pool, &r->d, &l->im, e)))
         return rc;
     return 0;
@@ -181,7 +179,7 @@ void pd_kv_row(const struct pd_kv_run *r, uint32_t l, int v, uint32_t t, uint32_
 {
     const struct pd_kv_layout *y = &r->d.layout;
     const uint8_t *row = pd_pool_base(r->pool, r->blocks[t / y->block_size]) + pd_pool_off(r->pool, (int)l, v) +
-                         ((size_t)h * y->block_size + t % y->block_size) * y->head_dim * pd_dump_type_size(y->dtype);
+                         ((size_t)h * y->block_size + t % y->block_size) * y->head_dim * pd_layout_elem_size(y);
     enum pd_dtype type = pd_pool_geom(r->pool)->dtype;
     for (uint32_t i = 0; i < y->head_dim; i++) {
         uint16_t half;

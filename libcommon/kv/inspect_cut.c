@@ -39,7 +39,7 @@ static int fp_of_slice(struct pd_bin map, const msgpack_sbuffer *pair, struct pd
 static int copy_tokens(const struct pd_kv_run *r, const struct pd_kv_cut *c, struct pd_pool *to, const uint32_t *blocks)
 {
     const struct pd_kv_layout *y = &r->d.layout;
-    size_t row = y->head_dim * pd_dump_type_size(y->dtype);
+    size_t row = y->head_dim * pd_layout_elem_size(y);
     for (uint32_t l = c->l0; l < c->l1; l++)
         for (int v = 0; v < 2; v++)
             for (uint32_t t = c->t0; t < c->t1; t++) {

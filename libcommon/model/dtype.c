@@ -259,7 +259,6 @@ const struct pd_dtype_traits *pd_dtype_traits(uint32_t ggml_type)
     return NULL;
 }
 
-
 const char *pd_ggml_type_name(uint32_t ggml_type)
 {
     static const char *const names[] = {
@@ -268,4 +267,24 @@ const char *pd_ggml_type_name(uint32_t ggml_type)
         "Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0", "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4"
     };
     return ggml_type < sizeof names / sizeof *names ? names[ggml_type] : "unknown";
+}
+
+static const struct { enum pd_dtype id; const char *name; } kv_types[] = { { PD_F16, "f16" }, { PD_BF16, "bf16" }, { PD_F32, "f32" } };
+
+const char *pd_kv_dtype_name(enum pd_dtype t)
+{
+    for (size_t i = 0; i < sizeof kv_types / sizeof *kv_types; i++)
+        if (kv_types[i].id == t)
+            return kv_types[i].name;
+    return NULL;
+}
+
+bool pd_kv_dtype_parse(const char *name, enum pd_dtype *t)
+{
+    for (size_t i = 0; i < sizeof kv_types / sizeof *kv_types; i++)
+        if (!strcmp(kv_types[i].name, name)) {
+            *t = kv_types[i].id;
+            return true;
+        }
+    return false;
 }

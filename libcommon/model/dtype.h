@@ -20,6 +20,10 @@ const char *pd_ggml_type_name(uint32_t ggml_type);                      /* also 
 float pd_half_to_float(uint16_t h); uint16_t pd_float_to_half(float f); /* round to nearest even */
 float pd_bf16_to_float(uint16_t h); uint16_t pd_float_to_bf16(float f);
 size_t pd_dtype_size(enum pd_dtype t);                                  /* bytes of an element of F32, F16, BF16; else 0 */
+/* The types that KV has: "f16", "bf16", "f32". name: NULL for others; parse: false, and *t untouched, for others. */
+#define PD_KV_DTYPE_LIST "f16, bf16 or f32"
+const char *pd_kv_dtype_name(enum pd_dtype t);
+bool pd_kv_dtype_parse(const char *name, enum pd_dtype *t);
 /* The types of the table above as text, for messages: "F32, F16, ...". */
 #define PD_DTYPE_LIST "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K"
 #endif

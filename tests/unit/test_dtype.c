@@ -145,11 +145,31 @@ static void types_have_names(void **state)
     assert_int_equal(pd_dtype_size(PD_Q8_0), 0);
 }
 
+static void kv_types_have_names(void **state)
+{
+    static const struct { enum pd_dtype t; const char *name; } kv[] = { { PD_F16, "f16" }, { PD_BF16, "bf16" }, { PD_F32, "f32" } };
+    enum pd_dtype t = PD_Q6_K;
+    for (size_t i = 0; i < sizeof kv / sizeof *kv; i++) {
+        assert_string_equal(pd_kv_dtype_name(kv[i].t), kv[i].name);
+        assert_true(pd_kv_dtype_parse(kv[i].name, &t));
+        assert_int_equal(t, kv[i].t);
+        assert_non_null(strstr(PD_KV_DTYPE_LIST, kv[i].name));
+    }
+    assert_null(pd_kv_dtype_name(PD_Q8_0));
+    assert_null(pd_kv_dtype_name((enum pd_dtype)77));
+    t = PD_Q6_K;
+    assert_false(pd_kv_dtype_parse("", &t));
+    assert_false(pd_kv_dtype_parse("f16 ", &t));
+    assert_false(pd_kv_dtype_parse("F16", &t));
+    assert_false(pd_kv_dtype_parse("q8_0", &t));
+    assert_int_equal(t, PD_Q6_K);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_half_goes_there_and_back), cmocka_unit_test(halves_round_to_nearest_even), cmocka_unit_test(bf16_rounds_to_nearest_even),
-        cmocka_unit_test(dequant_equals_gguf_py_in_every_bit), cmocka_unit_test(unpack_gives_the_declared_form), cmocka_unit_test(types_have_names),
+        cmocka_unit_test(dequant_equals_gguf_py_in_every_bit), cmocka_unit_test(unpack_gives_the_declared_form), cmocka_unit_test(types_have_names), cmocka_unit_test(kv_types_have_names),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
