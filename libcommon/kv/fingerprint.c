@@ -1,49 +1,36 @@
 #include <inttypes.h>
-#include <msgpack.h>
 #include <stdio.h>
 #include "../model/dtype.h"
 #include "../wire/frame.h"
+#include "../wire/pack.h"
 #include "../wire/record.h"
 #include "fingerprint.h"
 
 /* The map is written must-fields first, in the order below, then the advisory ones: must_seed is taken over the bytes between. */
 static const char *const advisory[] = { "numerics", "software" };
 
-static int sink(void *data, const char *p, size_t n)
-{
-    return pd_buf_add(data, p, n, NULL) ? -1 : 0;
-}
+/* Pairs of the map, counted. */
+struct pairs { struct pd_packer k; uint32_t n; };
 
-/* A failed append sticks: pk->bad is looked at once, at the end. */
-struct pk { msgpack_packer m; bool bad; uint32_t n; };
-
-static void key(struct pk *k, const char *name)
+static struct pd_packer *key(struct pairs *m, const char *name)
 {
-    size_t n = strlen(name);
-    k->bad |= msgpack_pack_str(&k->m, n) || msgpack_pack_str_body(&k->m, name, n);
-    k->n++;
+    m->n++;
+    pd_pack_text(&m->k, name);
+    return &m->k;
 }
-static void put_str(struct pk *k, const char *name, const char *v)
-{
-    key(k, name);
-    k->bad |= msgpack_pack_str(&k->m, strlen(v)) || msgpack_pack_str_body(&k->m, v, strlen(v));
-}
-static void put_int(struct pk *k, const char *name, int64_t v) { key(k, name); k->bad |= msgpack_pack_int64(&k->m, v) != 0; }
-static void put_f64(struct pk *k, const char *name, double v) { key(k, name); k->bad |= msgpack_pack_double(&k->m, v) != 0; }
-static void put_bool(struct pk *k, const char *name, bool v) { key(k, name); k->bad |= (v ? msgpack_pack_true(&k->m) : msgpack_pack_false(&k->m)) != 0; }
-static void put_bin(struct pk *k, const char *name, const uint8_t *p, size_t n)
-{
-    key(k, name);
-    k->bad |= msgpack_pack_bin(&k->m, n) || msgpack_pack_bin_body(&k->m, p, n);
-}
-static void put_none(struct pk *k, const char *name) { key(k, name); k->bad |= msgpack_pack_array(&k->m, 0) != 0; }
+static void put_str(struct pairs *m, const char *name, const char *v) { pd_pack_text(key(m, name), v); }
+static void put_int(struct pairs *m, const char *name, int64_t v) { msgpack_pack_int64(&key(m, name)->pk, v); }
+static void put_f64(struct pairs *m, const char *name, double v) { pd_pack_float(key(m, name), name, v); }
+static void put_bool(struct pairs *m, const char *name, bool v) { key(m, name); v ? msgpack_pack_true(&m->k.pk) : msgpack_pack_false(&m->k.pk); }
+static void put_bin(struct pairs *m, const char *name, const uint8_t *p, size_t n) { pd_pack_bin(key(m, name), p, n); }
+static void put_none(struct pairs *m, const char *name) { msgpack_pack_array(&key(m, name)->pk, 0); }
 
 static const char *rope_type_name(enum pd_rope_scaling s)
 {
     return s == PD_ROPE_LINEAR ? "linear" : s == PD_ROPE_LLAMA3 ? "llama3" : "plain";
 }
 
-static int put_rope(struct pk *k, const struct pd_rope *r, struct pd_err *e)
+static int put_rope(struct pairs *k, const struct pd_rope *r, struct pd_err *e)
 {
     put_str(k, "rope_type", rope_type_name(r->scaling));
     put_f64(k, "rope_theta", r->theta);
@@ -67,7 +54,7 @@ static int put_rope(struct pk *k, const struct pd_rope *r, struct pd_err *e)
     return 0;
 }
 
-static int put_must(struct pk *k, const struct pd_model *m, const struct pd_fp_params *p, struct pd_err *e)
+static int put_must(struct pairs *k, const struct pd_model *m, const struct pd_fp_params *p, struct pd_err *e)
 {
     const struct pd_config *c = &m->cfg;
     const uint8_t *tok = m->tok ? pd_tokenizer_digest(m->tok) : NULL;
@@ -117,22 +104,20 @@ static int put_must(struct pk *k, const struct pd_model *m, const struct pd_fp_p
 int pd_fp_make(const struct pd_model *m, const struct pd_fp_params *p, struct pd_fp *fp, struct pd_err *e)
 {
     struct pd_buf pairs = { 0 };
-    struct pk k = { .bad = false };
+    struct pairs k = { .n = 0 };
     int rc;
     memset(fp, 0, sizeof *fp);
     if (!pd_kv_dtype_name(p->kv_dtype))
         return pd_fail(e, PD_EUSAGE, "fingerprint: KV dtype %d is not " PD_KV_DTYPE_LIST, (int)p->kv_dtype);
-    msgpack_packer_init(&k.m, &pairs, sink);
+    pd_pack_init(&k.k, &pairs, e);
     rc = put_must(&k, m, p, e);
     if (rc)
         goto out;
     size_t n_must = pairs.n;
     put_str(&k, advisory[0], p->numerics ? p->numerics : "unknown");
     put_str(&k, advisory[1], p->software ? p->software : "unknown");
-    if (k.bad) {
-        rc = pd_fail(e, PD_ENOMEM, "fingerprint: out of memory");
+    if ((rc = k.k.rc))
         goto out;
-    }
     uint8_t head[3] = { 0xde, (uint8_t)(k.n >> 8), (uint8_t)k.n };
     if ((rc = pd_buf_add(&fp->map, head, sizeof head, e)) || (rc = pd_buf_add(&fp->map, pairs.p, pairs.n, e)) ||
         (rc = pd_sha256(fp->map.p, fp->map.n, fp->sha, e)))

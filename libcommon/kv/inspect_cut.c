@@ -1,26 +1,30 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <msgpack.h>
 #include <stdlib.h>
 #include <unistd.h>
 #include "../base/log.h"
 #include "../base/outfile.h"
+#include "../wire/pack.h"
 #include "fingerprint.h"
 #include "inspect.h"
 #include "prefix.h"
 
-static void slice_pair(msgpack_packer *pk, const struct pd_kv_run *r, const struct pd_kv_cut *c)
+/* The note of what was cut out of what: a key and its value. */
+static int slice_pair(const struct pd_kv_run *r, const struct pd_kv_cut *c, struct pd_buf *out, struct pd_err *e)
 {
     const uint32_t v[5] = { c->t0, c->t1, c->l0, c->l1, r->d.n_tokens };
-    msgpack_pack_str_with_body(pk, "slice", 5);
-    msgpack_pack_array(pk, 5);
+    struct pd_packer k;
+    pd_pack_init(&k, out, e);
+    pd_pack_text(&k, "slice");
+    msgpack_pack_array(&k.pk, 5);
     for (int i = 0; i < 5; i++)
-        msgpack_pack_uint32(pk, v[i]);
+        msgpack_pack_uint32(&k.pk, v[i]);
+    return k.rc;
 }
 
 /* The fingerprint of a part that is no prefix of all layers: one must-field more, `slice`, so that every consumer refuses it by name. */
-static int fp_of_slice(struct pd_bin map, const msgpack_sbuffer *pair, struct pd_buf *out, struct pd_err *e)
+static int fp_of_slice(struct pd_bin map, const struct pd_buf *pair, struct pd_buf *out, struct pd_err *e)
 {
     struct pd_bin v;
     uint64_t seed;
@@ -30,7 +34,7 @@ static int fp_of_slice(struct pd_bin map, const msgpack_sbuffer *pair, struct pd
     pd_map_find(map.p, map.n, "numerics", &v);
     size_t head = map.p[0] == 0xde ? 3 : 1, at = (size_t)(v.p - map.p) - 9, n = map.p[0] == 0xde ? (size_t)map.p[1] << 8 | map.p[2] : map.p[0] & 15;
     uint8_t h[3] = { 0xde, (uint8_t)((n + 1) >> 8), (uint8_t)(n + 1) };
-    if ((rc = pd_buf_add(out, h, 3, e)) || (rc = pd_buf_add(out, map.p + head, at - head, e)) || (rc = pd_buf_add(out, pair->data, pair->size, e)) ||
+    if ((rc = pd_buf_add(out, h, 3, e)) || (rc = pd_buf_add(out, map.p + head, at - head, e)) || (rc = pd_buf_add(out, pair->p, pair->n, e)) ||
         (rc = pd_buf_add(out, map.p + at, map.n - at, e)))
         return rc;
     return 0;
@@ -58,22 +62,17 @@ int pd_kv_write_cut(struct pd_dump_w *w, const struct pd_kv_run *r, const struct
     bool prefix = !c->t0 && !c->l0 && c->l1 == y->layers, whole = prefix && c->t1 == r->d.n_tokens;
     struct pd_kvdesc d = r->d;
     struct pd_pool *pool = NULL;
-    struct pd_buf fp = { 0 }, extra = { 0 };
+    struct pd_buf fp = { 0 }, extra = { 0 }, pair = { 0 };
     uint8_t (*hashes)[16] = NULL;
     uint32_t *blocks = NULL, n_hashes = 0;
     struct pd_plan plan;
-    msgpack_sbuffer pair;
-    msgpack_packer pk;
     uint64_t seed;
     int rc;
-    msgpack_sbuffer_init(&pair);
-    msgpack_packer_init(&pk, &pair, msgpack_sbuffer_write);
-    slice_pair(&pk, r, c);
     d.n_tokens = c->t1 - c->t0;
     d.token_ids += c->t0;
     d.layout.layers = c->l1 - c->l0;
     d.layout.layout_hash = pd_layout_hash(&d.layout);
-    if ((rc = pd_gen_new(d.gen, e)) || (rc = pd_plan_make(&d.layout, d.n_tokens, 0, &plan, e)))
+    if ((rc = pd_gen_new(d.gen, e)) || (rc = pd_plan_make(&d.layout, d.n_tokens, 0, &plan, e)) || (rc = slice_pair(r, c, &pair, e)))
         goto out;
     if (!whole) {
         /* The first token and the prompt's text belong to the whole prompt. */
@@ -87,7 +86,7 @@ int pd_kv_write_cut(struct pd_dump_w *w, const struct pd_kv_run *r, const struct
         if ((rc = pd_buf_add(&extra, head, 5, e)) || (rc = pd_buf_add(&extra, d.extra.p, d.extra.n, e)))
             goto out;
         if (pd_map_find(extra.p, extra.n, "slice", &old) != 1) {        /* a slice of a slice keeps the first one's note */
-            if ((rc = pd_buf_add(&extra, pair.data, pair.size, e)))
+            if ((rc = pd_buf_add(&extra, pair.p, pair.n, e)))
                 goto out;
             d.extra = (struct pd_extra){ extra.p + 5, extra.n - 5, d.extra.pairs + 1 };
         }
@@ -111,12 +110,12 @@ int pd_kv_write_cut(struct pd_dump_w *w, const struct pd_kv_run *r, const struct
     }
     rc = pd_dump_add(w, &d, pool, blocks, prefix ? (const uint8_t (*)[16])hashes : NULL, n_hashes, NULL, 0, e);
 out:
-    msgpack_sbuffer_destroy(&pair);
     pd_pool_free(pool);
     pd_free(blocks);
     pd_free(hashes);
     pd_buf_free(&fp);
     pd_buf_free(&extra);
+    pd_buf_free(&pair);
     return rc;
 }
 

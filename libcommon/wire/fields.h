@@ -1,20 +1,10 @@
 /* Records by table (internal to wire/): a kind is a list of its fields with type, place in its struct and presence rule; one encoder and one decoder walk it. */
 #ifndef PD_WIRE_FIELDS_H
 #define PD_WIRE_FIELDS_H
-#include <msgpack.h>
 #include "frame.h"
+#include "pack.h"
 #include "record.h"
 #include "value.h"
-
-/* Packing into a pd_buf with msgpack-c. Calls need no check one by one: the first failure stays in rc. */
-struct pd_packer { msgpack_packer pk; struct pd_buf *b; struct pd_err *e; int rc; };
-void pd_pack_init(struct pd_packer *k, struct pd_buf *b, struct pd_err *e);
-void pd_pack_str(struct pd_packer *k, struct pd_str s);
-void pd_pack_text(struct pd_packer *k, const char *s);
-void pd_pack_bin(struct pd_packer *k, const void *p, size_t n);
-void pd_pack_raw(struct pd_packer *k, const void *p, size_t n);   /* msgpack already */
-/* A float of a record is a float64 on the wire, so that JSON brings it back bit for bit; refused when not finite. */
-void pd_pack_float(struct pd_packer *k, const char *name, double v);
 
 /* What a decoder needs at hand. `code`: PD_EFAIL for a request (a bad one fails alone), PD_ECORRUPT for what programs write. */
 struct pd_unpack { struct pd_arena *a; struct pd_err *e; int code; };
