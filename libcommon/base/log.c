@@ -31,9 +31,7 @@ void pd_log_init(const char *name, int verbose, bool quiet)
     be_quiet = quiet;
 }
 
-const char *pd_log_program(void) { return program; }
 int pd_log_verbose(void) { return verbosity; }
-bool pd_log_quiet(void) { return be_quiet; }
 
 static void write_all(const char *p, size_t n)
 {

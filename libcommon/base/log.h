@@ -7,9 +7,7 @@
 #include "err.h"
 
 void pd_log_init(const char *program, int verbose, bool quiet);
-const char *pd_log_program(void);
 int pd_log_verbose(void);
-bool pd_log_quiet(void);
 void pd_error(const char *fmt, ...) __attribute__((format(printf, 1, 2)));     /* always shown */
 void pd_warn(const char *fmt, ...) __attribute__((format(printf, 1, 2)));      /* not with -q */
 void pd_info(const char *fmt, ...) __attribute__((format(printf, 1, 2)));      /* with -v */

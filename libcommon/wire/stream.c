@@ -51,7 +51,6 @@ int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **
     return 0;
 }
 
-int pd_rstream_fd(const struct pd_rstream *s) { return s->fd; }
 bool pd_rstream_is_json(const struct pd_rstream *s) { return s->mode == JSON; }
 
 void pd_rstream_free(struct pd_rstream *s)

@@ -22,7 +22,6 @@ int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **
  * PD_ECORRUPT for a stream that cannot be framed (message with the byte offset; a truncated last record names its run when it has one) and PD_EFAIL
  * with *bad set for one bad line or record of JSON that may be skipped: the next call goes on after it. */
 int pd_rstream_next(struct pd_rstream *s, int timeout_ms, struct pd_rec *rec, bool *bad, struct pd_err *e);
-int pd_rstream_fd(const struct pd_rstream *s);
 bool pd_rstream_is_json(const struct pd_rstream *s);
 void pd_rstream_free(struct pd_rstream *s);
 
