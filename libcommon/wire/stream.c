@@ -37,6 +37,12 @@ struct pd_rstream {
     struct pd_err fatal;
 };
 
+/* What messages call a stream: the endpoint as it was given, but "-" would say nothing. */
+static void set_name(char out[64], const char *name, const char *absent, const char *std)
+{
+    snprintf(out, 64, "%s", !name ? absent : strcmp(name, "-") ? name : std);
+}
+
 int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **out, struct pd_err *e)
 {
     struct pd_rstream *s = pd_calloc(1, sizeof *s, "a record stream", e);
@@ -46,7 +52,7 @@ int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **
     s->lines = o && o->lines;
     s->own = o && o->own_fd;
     s->max_record = o && o->max_record ? o->max_record : PD_MAX_RECORD_DEFAULT;
-    snprintf(s->name, sizeof s->name, "%s", o && o->name ? o->name : "input");
+    set_name(s->name, o ? o->name : NULL, "input", "stdin");
     *out = s;
     return 0;
 }
@@ -350,7 +356,7 @@ int pd_wstream_new(int fd, enum pd_format f, bool own_fd, const char *name, stru
     w->fd = fd;
     w->format = f;
     w->own = own_fd;
-    snprintf(w->name, sizeof w->name, "%s", name ? name : "output");
+    set_name(w->name, name, "output", "stdout");
     *out = w;
     return 0;
 }

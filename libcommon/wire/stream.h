@@ -15,6 +15,7 @@ struct pd_rec {
     const uint8_t *p; size_t n;         /* the record's msgpack bytes, valid until the next call on the stream */
     uint64_t offset;                    /* of the record's first byte in the stream (JSON Lines: of its line) */
 };
+/* name: for messages; "-" is called stdin (of a writer: stdout). */
 struct pd_rstream_opts { bool lines; size_t max_record; bool own_fd; const char *name; };
 struct pd_rstream;
 int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **out, struct pd_err *e);

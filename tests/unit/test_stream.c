@@ -225,10 +225,11 @@ static void prompts_by_the_line(void **state)
 {
     char codes[32], prompts[8][64];
     struct pd_err e;
-    struct pd_rstream_opts lines = { .lines = true, .name = "stdin" };
+    struct pd_rstream_opts lines = { .lines = true, .name = "-" };
     static const char text[] = "\n  Hello \r\n\ncaf\xc3\xa9\nbad \xff\n{not json}\nlast";
     outcomes(text, sizeof text - 1, &lines, codes, &e, prompts);
     assert_string_equal(codes, "rrbrr.");
+    assert_string_equal(e.msg, "stdin: line at byte 18: invalid UTF-8 at byte 4");
     assert_string_equal(prompts[0], "  Hello ");
     assert_string_equal(prompts[1], "caf\xc3\xa9");
     assert_string_equal(prompts[2], "{not json}");
@@ -352,10 +353,10 @@ static void the_writer_writes_all_and_tells(void **state)
     int p[2];
     assert_int_equal(pipe(p), 0);
     close(p[0]);
-    assert_int_equal(pd_wstream_new(p[1], PD_FMT_MSGPACK, true, "stdout", &w, &e), 0);
+    assert_int_equal(pd_wstream_new(p[1], PD_FMT_MSGPACK, true, "-", &w, &e), 0);
     assert_int_equal(pd_wstream_put(w, "\x80", 1, &e), 0);
     assert_int_equal(pd_wstream_flush(w, &e), PD_ECANCEL);
-    assert_non_null(strstr(e.msg, "the reader went away"));
+    assert_non_null(strstr(e.msg, "stdout: the reader went away"));
     assert_int_equal(pd_wstream_put(w, "\x80", 1, &e), 0);
     assert_int_equal(pd_wstream_close(w, &e), PD_ECANCEL);
 }
