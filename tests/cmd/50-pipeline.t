@@ -96,7 +96,7 @@ def main():
             "fallback", "ttft_ms", "tpot_ms", "e2e_ms", "kv_bytes", "kv_ms", "fingerprint", "gen", "prefill_worker", "decode_worker"}
     r = results(dec.stdout)[0]
     ok(want <= set(r), "a result has every field", want - set(r))
-    for args, env in [(["--chunk", "1"], {}), (["--chunk", "7", "-t", "1"], {}), (["--chunk", "64", "-t", "2", "--max-seqs", "2"], {}),
+    for args, env in [(["--chunk", "1"], {}), (["--chunk", "7", "-t", "1"], {}), (["--chunk", "64", "-t", "2", "--max-seqs", "2"], {}), (["--max-seqs", "1", "--chunk", "512"], {}),
                       (["-t", "1"], {"PD_CPU": "scalar"}), (["-t", "2"], {"PD_CPU": "avx2"})]:
         if env.get("PD_CPU") == "scalar" and MODEL != TINY:
             some, mine = REQS[:1], [x for x in ref if x[0][0] == "greedy"]

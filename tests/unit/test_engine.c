@@ -25,7 +25,7 @@ static struct pd_runtime open_model(const char *name, int threads, const char *c
     struct pd_runtime rt;
     struct pd_err e;
     char path[256];
-    snprintf(path, sizeof path, TINY "%s.gguf", name);
+    snprintf(path, sizeof path, name[0] == '/' ? "%s" : TINY "%s.gguf", name);
     if (cpu)
         setenv("PD_CPU", cpu, 1);
     else
@@ -373,20 +373,19 @@ static void test_import(void **state)
 }
 
 /* A run taken up from the tokens it had made goes on with the same ones. */
-static void test_resume(void **state)
+static void resume_on(const char *model, int step, uint32_t cuts)
 {
-    (void)state;
     struct out ref[RUNS];
     struct pd_err e;
     struct pd_run *run;
-    struct pd_runtime rt = open_model("llama-q4_0", 2, NULL, NULL, 0, 0);
+    struct pd_runtime rt = open_model(model, 2, NULL, NULL, 0, 0);
     make_prompts(&rt);
     reference(&rt, ref);
-    for (int i = 0; i < RUNS; i++) {
+    for (int i = 0; i < RUNS; i += step) {
         struct pd_request r = sampling(i);
         if (r.n > 1)
             continue;
-        for (uint32_t cut = 1; cut < 24; cut += 6) {
+        for (uint32_t cut = 1; cut < 24; cut += cuts) {
             struct out got = { 0 };
             struct pd_batch *b = new_batch(&rt, 32, 8);
             struct pd_job j = { .req = &r, .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &got, .resume = ref[i].tokens[0], .n_resume = cut };
@@ -400,6 +399,25 @@ static void test_resume(void **state)
         }
     }
     pd_runtime_close(&rt);
+}
+
+static void test_resume(void **state)
+{
+    (void)state;
+    resume_on("llama-q4_0", 1, 6);
+    resume_on("llama-f32", 2, 11);
+    resume_on("llama-bf16", 2, 11);
+}
+
+static void test_resume_real(void **state)
+{
+    (void)state;
+    const char *model = getenv("PD_MODEL");
+    if (!model || model[0] != '/') {
+        print_message("# skip: no model\n");
+        skip();
+    }
+    resume_on(model, 3, 13);
 }
 
 static void test_limits(void **state)
@@ -439,7 +457,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_golden), cmocka_unit_test(test_same_bits), cmocka_unit_test(test_batch),
-        cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_resume_real), cmocka_unit_test(test_limits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
