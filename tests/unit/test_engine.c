@@ -30,7 +30,7 @@ static struct pd_runtime open_model(const char *name, int threads, const char *c
         setenv("PD_CPU", cpu, 1);
     else
         unsetenv("PD_CPU");
-    struct pd_runtime_opts o = { .model = path, .role = "test", .threads = threads, .kv_dtype = kv_dtype, .kv_mem = kv_mem ? kv_mem : 64 << 20, .block_size = block_size };
+    struct pd_runtime_opts o = { .model = path, .role = "test", .threads = threads, .kv_dtype = kv_dtype, .kv_mem = kv_mem ? kv_mem : name[0] == '/' ? 64 << 20 : 4 << 20, .block_size = block_size };
     must(pd_runtime_open(&o, &rt, &e), &e);
     return rt;
 }
