@@ -13,7 +13,7 @@ static int by_value(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-static double median(double *v, int n)
+double pd_median(double *v, int n)
 {
     qsort(v, (size_t)n, sizeof *v, by_value);
     return n % 2 ? v[n / 2] : (v[n / 2 - 1] + v[n / 2]) / 2;
@@ -111,7 +111,7 @@ static int run_test(struct pd_runtime *rt, const struct test *t, int reps, pd_ro
     bench_free(&b);
     if (rc < 0)
         return rc;
-    struct pd_row r = { .value = median(v, reps), .unit = "tokens/s", .n = reps };
+    struct pd_row r = { .value = pd_median(v, reps), .unit = "tokens/s", .n = reps };
     snprintf(r.name, sizeof r.name, "%s", t->name);
     return row(ctx, &r, e);
 }
@@ -154,7 +154,7 @@ int pd_measure_load(struct pd_runtime *rt, pd_open_fn *reopen, pd_row_fn *row, v
             return rc;
         ms[i] = (double)(pd_mono_us() - t0) / 1e3;
     }
-    struct pd_row load = { .name = "load", .value = median(ms, 5), .unit = "ms", .goal = 1000, .has_goal = true, .n = 5 };
+    struct pd_row load = { .name = "load", .value = pd_median(ms, 5), .unit = "ms", .goal = 1000, .has_goal = true, .n = 5 };
     struct bench b;
     if ((rc = row(ctx, &load, e)) < 0 || (rc = bench_new(&b, rt, rt->chunk, rt->chunk + rt->max_seqs, rt->max_seqs, e)) < 0)
         return rc;

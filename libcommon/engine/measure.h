@@ -9,6 +9,8 @@
 struct pd_row { char name[48]; double value; char unit[16]; double goal; int n; bool has_goal; };
 typedef int pd_row_fn(void *ctx, const struct pd_row *r, struct pd_err *e);
 
+double pd_median(double *v, int n);     /* sorts v; n > 0 */
+
 /* tests: "pp128,pp512,tg64@d4096"; PD_EUSAGE names a bad one. */
 int pd_measure_engine(struct pd_runtime *rt, const char *tests, int reps, pd_row_fn *row, void *ctx, struct pd_err *e);
 /* Load time (closed and opened again: warm) and, after a full step, memory beyond weights and pool. rt is open before and after. */

@@ -199,12 +199,6 @@ static int cat_once(int file, double *s, struct pd_err *e)
     return bad ? pd_fail(e, PD_EFAIL, "cat could not be run") : 0;
 }
 
-static int by_value(const void *a, const void *b)
-{
-    double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
-}
-
 int pd_measure_handover(const struct pd_pool_geom *g, uint64_t bytes, int reps, pd_row_fn *row, void *ctx, struct pd_err *e)
 {
     struct side s;
@@ -252,12 +246,9 @@ int pd_measure_handover(const struct pd_pool_geom *g, uint64_t bytes, int reps, 
             ratio[i] = cs / os;
         }
     }
-    qsort(ours, (size_t)reps, sizeof *ours, by_value);
-    qsort(cat, (size_t)reps, sizeof *cat, by_value);
-    qsort(ratio, (size_t)reps, sizeof *ratio, by_value);
-    struct pd_row r = { .name = "handover_inline", .value = ours[reps / 2], .unit = "GB/s", .n = reps };
-    struct pd_row k = { .name = "cat_same_bytes", .value = cat[reps / 2], .unit = "GB/s", .n = reps };
-    struct pd_row q = { .name = "handover_of_cat", .value = ratio[reps / 2], .unit = "ratio", .goal = 0.5, .has_goal = true, .n = reps };
+    struct pd_row r = { .name = "handover_inline", .value = pd_median(ours, reps), .unit = "GB/s", .n = reps };
+    struct pd_row k = { .name = "cat_same_bytes", .value = pd_median(cat, reps), .unit = "GB/s", .n = reps };
+    struct pd_row q = { .name = "handover_of_cat", .value = pd_median(ratio, reps), .unit = "ratio", .goal = 0.5, .has_goal = true, .n = reps };
     if ((rc = row(ctx, &r, e)) == 0 && (rc = row(ctx, &k, e)) == 0)
         rc = row(ctx, &q, e);
 free:

@@ -116,43 +116,56 @@ static int read_small(struct child *c, const struct run *r, hid_t at, const char
     return rc < 0 ? bad(c, r, "dataset %s cannot be read", name) : 0;
 }
 
+/* An attribute with its type and space; ids < 0 where there is none. Closed by attr_close. */
+struct attr { hid_t a, type, space; };
+
+static struct attr attr_open(hid_t at, const char *name)
+{
+    hid_t a = H5Aexists(at, name) > 0 ? H5Aopen(at, name, H5P_DEFAULT) : -1;
+    return (struct attr){ a, a < 0 ? -1 : H5Aget_type(a), a < 0 ? -1 : H5Aget_space(a) };
+}
+
+static void attr_close(struct attr *v)
+{
+    if (v->space >= 0)
+        H5Sclose(v->space);
+    if (v->type >= 0)
+        H5Tclose(v->type);
+    if (v->a >= 0)
+        H5Aclose(v->a);
+}
+
+static bool attr_is(const struct attr *v, H5T_class_t cls)
+{
+    return v->type >= 0 && v->space >= 0 && H5Tget_class(v->type) == cls && H5Sget_simple_extent_npoints(v->space) == 1;
+}
+
 static int get_text(struct child *c, const struct run *r, hid_t at, const char *name, size_t max, struct pd_buf *out)
 {
-    hid_t a = H5Aexists(at, name) > 0 ? H5Aopen(at, name, H5P_DEFAULT) : -1, t = a < 0 ? -1 : H5Aget_type(a), s = a < 0 ? -1 : H5Aget_space(a);
+    struct attr v = attr_open(at, name);
     int rc = 0;
-    size_t n = t < 0 ? 0 : H5Tget_size(t);
-    if (t < 0 || s < 0 || H5Tget_class(t) != H5T_STRING || H5Tis_variable_str(t) != 0 || H5Sget_simple_extent_npoints(s) != 1 || !n || n > max)
+    size_t n = v.type < 0 ? 0 : H5Tget_size(v.type);
+    if (!attr_is(&v, H5T_STRING) || H5Tis_variable_str(v.type) != 0 || !n || n > max)
         rc = bad(c, r, "attribute %s is missing or no text of at most %zu bytes", name, max);
     else if (!(rc = pd_buf_reserve(out, n + 1, &c->e))) {
-        if (H5Aread(a, t, out->p) < 0)
+        if (H5Aread(v.a, v.type, out->p) < 0)
             rc = bad(c, r, "attribute %s cannot be read", name);
         else
             out->n = strnlen((char *)out->p, n), out->p[out->n] = 0;
     }
-    if (s >= 0)
-        H5Sclose(s);
-    if (t >= 0)
-        H5Tclose(t);
-    if (a >= 0)
-        H5Aclose(a);
+    attr_close(&v);
     return rc;
 }
 
 static int expect_int(struct child *c, const struct run *r, hid_t at, const char *name, int64_t want)
 {
-    hid_t a = H5Aexists(at, name) > 0 ? H5Aopen(at, name, H5P_DEFAULT) : -1, t = a < 0 ? -1 : H5Aget_type(a), s = a < 0 ? -1 : H5Aget_space(a);
-    int64_t v = 0;
-    bool ok = t >= 0 && s >= 0 && H5Tget_class(t) == H5T_INTEGER && H5Sget_simple_extent_npoints(s) == 1 && H5Tget_size(t) <= 8 &&
-              H5Aread(a, H5T_NATIVE_INT64, &v) >= 0;
-    if (s >= 0)
-        H5Sclose(s);
-    if (t >= 0)
-        H5Tclose(t);
-    if (a >= 0)
-        H5Aclose(a);
+    struct attr v = attr_open(at, name);
+    int64_t got = 0;
+    bool ok = attr_is(&v, H5T_INTEGER) && H5Tget_size(v.type) <= 8 && H5Aread(v.a, H5T_NATIVE_INT64, &got) >= 0;
+    attr_close(&v);
     if (!ok)
         return bad(c, r, "attribute %s is missing or no integer", name);
-    return v == want ? 0 : bad(c, r, "attribute %s is %" PRId64 ", expected %" PRId64, name, v, want);
+    return got == want ? 0 : bad(c, r, "attribute %s is %" PRId64 ", expected %" PRId64, name, got, want);
 }
 
 static int expect_text(struct child *c, const struct run *r, hid_t at, const char *name, const char *want, size_t n)
@@ -348,6 +361,15 @@ static int put(struct child *c, const struct iovec *v, int n)
     return rc;
 }
 
+/* A record that encoding made (rc of that); the buffer goes. */
+static int put_record(struct child *c, int rc, struct pd_buf *b)
+{
+    if (!rc)
+        rc = put(c, &(struct iovec){ b->p, b->n }, 1);
+    pd_buf_free(b);
+    return rc;
+}
+
 static int put_desc(struct child *c, struct run *r, bool offer)
 {
     struct pd_kvdesc d = r->d;
@@ -360,11 +382,7 @@ static int put_desc(struct child *c, struct run *r, bool offer)
         d.n_first = 0;
         d.t = (struct pd_bin){ NULL, 0 };
     }
-    int rc = pd_kvdesc_encode(&d, &b, &c->e);
-    if (!rc)
-        rc = put(c, &(struct iovec){ b.p, b.n }, 1);
-    pd_buf_free(&b);
-    return rc;
+    return put_record(c, pd_kvdesc_encode(&d, &b, &c->e), &b);
 }
 
 static int put_fault(struct child *c, struct run *r, uint32_t index)
@@ -373,11 +391,7 @@ static int put_fault(struct child *c, struct run *r, uint32_t index)
     struct pd_buf b = { 0 };
     memcpy(er.run, r->name, sizeof er.run);
     snprintf(er.action, sizeof er.action, "%u", index);
-    int rc = pd_error_encode(&er, &b, &c->e);
-    if (!rc)
-        rc = put(c, &(struct iovec){ b.p, b.n }, 1);
-    pd_buf_free(&b);
-    return rc;
+    return put_record(c, pd_error_encode(&er, &b, &c->e), &b);
 }
 
 static int put_chunk(struct child *c, struct run *r, uint32_t index)

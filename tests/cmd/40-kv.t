@@ -5,4 +5,4 @@ PY=${PD_PY:-${PD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/pd}/venv/bin/python3}
 "$PY" -c 'import h5py, numpy' 2>/dev/null || { echo "1..0 # SKIP no Python with h5py (scripts/setup makes one)"; exit 0; }
 B=${B:-build}
 case $B in /*) ;; *) B=$PWD/$B ;; esac
-HDF5_PLUGIN_PATH=$B/hdf5-plugin PD_B=$B exec "$PY" tests/cmd/kv_verbs.py
+HDF5_PLUGIN_PATH=$B/hdf5-plugin B=$B exec "$PY" tests/cmd/kv_verbs.py

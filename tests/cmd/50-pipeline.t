@@ -6,61 +6,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 
-B = os.path.abspath(os.environ.get("B", "build"))
-MODEL = os.environ.get("PD_MODEL") or "testdata/tiny/llama-q4_1.gguf"
-TINY = "testdata/tiny/llama-q4_1.gguf"
+import tap
+from tap import B, TINY, decode, lines, ok, one_line, prefill, records, results, run, skip, trace
+
+MODEL = tap.model = os.environ.get("PD_MODEL") or TINY
 tmp = tempfile.mkdtemp()
-count = failed = 0
-
-
-def ok(cond, name, note=""):
-    global count, failed
-    count += 1
-    failed += not cond
-    print(f"{'ok' if cond else 'not ok'} {count} - {name}", flush=True)
-    if not cond:
-        print(f"# {str(note)[-1500:]}".replace("\n", "\n# "), file=sys.stderr, flush=True)
-
-
-def run(cmd, data=b"", env=None, **kw):
-    if isinstance(data, str):
-        data = data.encode()
-    return subprocess.run(cmd, input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300, env=dict(os.environ, **(env or {})), **kw)
-
-
-def prefill(*args, m=MODEL):
-    return [f"{B}/bin/pd-prefill", "-m", m, *args]
-
-
-def decode(*args, m=MODEL):
-    return [f"{B}/bin/pd-decode", "-m", m, *args]
-
-
-def trace(*args):
-    return [f"{B}/bin/pd-trace", *args]
-
-
-def lines(reqs):
-    return "".join(json.dumps(r) + "\n" for r in reqs)
-
-
-def results(out):
-    recs = [json.loads(x) for x in out.decode().splitlines() if x]
-    return [r for r in recs if r.get("pd") == "result"]
 
 
 def key(out):
     """What must be equal: tokens, text, reason of each choice of each request."""
     return sorted(((str(r["id"]), r.get("choice", 0)), r["tokens"], r["text"], r["finish_reason"], r.get("logprobs")) for r in results(out))
-
-
-def one_line(err):
-    text = err.decode(errors="replace")
-    return len([x for x in text.splitlines() if x]) == 1
 
 
 REQS = [
@@ -115,7 +73,7 @@ def main():
     run(prefill("-o", f"{tmp}/l.h5"), lines([REQS[8]]))
     x = run(trace("kv", "slice", "--tokens", "0:20", "-o", f"{tmp}/s.h5", f"{tmp}/l.h5"))
     y = run(decode("--format", "json", "-i", f"{tmp}/s.h5"))
-    cut = json.loads(run(trace("cat", "--format", "json"), run(prefill(), lines([REQS[8]])).stdout).stdout.decode().splitlines()[0])["token_ids"]["$b64"]
+    cut = records(run(trace("cat", "--format", "json"), run(prefill(), lines([REQS[8]])).stdout).stdout)[0]["token_ids"]["$b64"]
     ids = [int.from_bytes(base64.b64decode(cut)[i:i + 4], "little") for i in range(0, 80, 4)]
     z = run(decode("--format", "json"), lines([{**{k: v for k, v in REQS[8].items() if k != "prompt"}, "token_ids": ids}]))
     ok(x.returncode == 0 and y.returncode == 0 and results(y.stdout)[0]["tokens"] == results(z.stdout)[0]["tokens"] and results(y.stdout)[0]["transferred_tokens"] == 19,
@@ -143,7 +101,7 @@ def main():
     x = run(decode("--lines", "--text"), "The capital of France is\n")
     ok(x.returncode == 0 and len(x.stdout) > 2, "--lines takes prompts", x.stderr)
     x = run(decode("--stream", "--format", "json"), lines(REQS[:2]))
-    toks = [json.loads(z) for z in x.stdout.decode().splitlines()]
+    toks = records(x.stdout)
     per = {}
     for z in toks:
         if z["pd"] == "token":
@@ -162,7 +120,7 @@ def main():
     b = run(decode("--format", "json"), run(prefill(), lines(many)).stdout)
     ok(len(results(a.stdout)) == 150 and key(a.stdout) == key(b.stdout), "150 requests in one stream: the same apart", a.stderr + b.stderr)
     x = run(prefill(), lines([dict(REQS[0], my_field={"a": [1, 2.5, None]})]))
-    rec = [json.loads(z) for z in run(trace("cat", "--format", "json"), x.stdout).stdout.decode().splitlines()][-1]
+    rec = records(run(trace("cat", "--format", "json"), x.stdout).stdout)[-1]
     ok(x.returncode == 0 and rec["request"].get("my_field") == {"a": [1, 2.5, None]}, "an unknown field is passed along", rec.get("request"))
     x = run(trace("cat", "--format", "msgpack"), '{"pd":"weather","v":1,"sky":"blue"}\n')
     y = run(decode("--format", "json"), x.stdout)
@@ -184,7 +142,7 @@ def main():
     ok(y.returncode == 0 and "weights_digest differs" in results(y.stdout)[0]["fallback"], "KV of other weights is not used", y.stderr)
     kv = run(prefill("--chunk", "16"), lines([REQS[8]])).stdout
     mine = [z for z in ref if z[0][0] == "long"]
-    recs = [json.loads(z) for z in run(trace("cat", "--format", "json"), kv).stdout.decode().splitlines()]
+    recs = records(run(trace("cat", "--format", "json"), kv).stdout)
     chunks = [i for i, r in enumerate(recs) if r["pd"] == "chunk"]
 
     def again(edit):
@@ -281,7 +239,7 @@ def main():
             ok(x.returncode == 8 and not x.stdout and one_line(x.stderr), f"no room for {name}: exit 8, nothing half-written", (x.returncode, x.stdout, x.stderr))
     else:
         for name in ("full.kv", "full.h5"):
-            ok(True, f"no room for {name} # SKIP no right to mount a small tmpfs here")
+            skip(f"no room for {name}", "no right to mount a small tmpfs here")
     x = run(prefill("-o", f"{tmp}/no/such/dir.kv"), good)
     ok(x.returncode == 1 and one_line(x.stderr), "an output folder that is not there", (x.returncode, x.stderr))
     p = subprocess.Popen(decode("--format", "json"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -300,11 +258,10 @@ def main():
     x = run(decode("--text", m=TINY), b"")
     ok(x.returncode == 0 and x.stdout == b"", "no input: no output, exit 0", (x.returncode, x.stderr))
     x = run(prefill("--trace", f"{tmp}/t.log"), lines(REQS[:1]))
-    ev = [json.loads(z) for z in run(trace("cat", "--format", "json", f"{tmp}/t.log")).stdout.decode().splitlines()]
+    ev = records(run(trace("cat", "--format", "json", f"{tmp}/t.log")).stdout)
     ok([e["state"] for e in ev][0] == "accepted" and "kv_published" in [e["state"] for e in ev], "--trace tells the life of a run", ev)
 
 
 main()
-print(f"1..{count}")
 subprocess.run(["rm", "-rf", tmp])
-sys.exit(failed > 0)
+tap.done()

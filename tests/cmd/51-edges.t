@@ -1,47 +1,15 @@
 #!/usr/bin/env python3
 """What a stream should not bring and does: run ids that come twice, replays, a broken offer, KV of another model; readers that stand still. On tiny models."""
-import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 
-B = os.path.abspath(os.environ.get("B", "build"))
-MODEL = "testdata/tiny/llama-q4_1.gguf"
+import tap
+from tap import decode, lines, ok, prefill, results, run
+
 OTHER = "testdata/tiny/llama-q8_0.gguf"
 RUN = "01M8PAHHAT80TXBD0XZ6M6EGMJ"
-count = failed = 0
-
-
-def ok(cond, name, note=""):
-    global count, failed
-    count += 1
-    failed += not cond
-    print(f"{'ok' if cond else 'not ok'} {count} - {name}", flush=True)
-    if not cond:
-        print(f"# {str(note)[-1500:]}".replace("\n", "\n# "), file=sys.stderr, flush=True)
-
-
-def run(cmd, data=b""):
-    return subprocess.run(cmd, input=data.encode() if isinstance(data, str) else data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
-
-
-def prefill(*args, m=MODEL):
-    return [f"{B}/bin/pd-prefill", "-m", m, *args]
-
-
-def decode(*args):
-    return [f"{B}/bin/pd-decode", "-m", MODEL, *args]
-
-
-def lines(reqs):
-    return "".join(json.dumps(r) + "\n" for r in reqs)
-
-
-def results(out):
-    return [r for r in map(json.loads, out.decode().splitlines()) if r["pd"] == "result"]
 
 
 def twice(tmp):
@@ -126,5 +94,4 @@ with tempfile.TemporaryDirectory() as folder:
     broken_offer()
     other_model()
     stands_still()
-print(f"1..{count}")
-sys.exit(failed > 0)
+tap.done()

@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -13,22 +12,10 @@ import zlib
 import h5py
 import numpy as np
 
-B = os.environ["PD_B"]
+import tap
+from tap import B, ok, run
+
 tmp = tempfile.mkdtemp()
-count = failed = 0
-
-
-def ok(cond, name, note=""):
-    global count, failed
-    count += 1
-    failed += not cond
-    print(f"{'ok' if cond else 'not ok'} {count} - {name}", flush=True)
-    if not cond:
-        print(f"# {str(note)[-1500:]}".replace("\n", "\n# "), file=sys.stderr, flush=True)
-
-
-def run(cmd, data=b"", **kw):
-    return subprocess.run(cmd, input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=120, **kw)
 
 
 def kv(*args):
@@ -40,8 +27,8 @@ def at(name):
 
 
 def prefill(name, prompts, model="llama-f16", *args):
-    reqs = "".join(json.dumps({"id": i, "prompt": p, "max_tokens": 4, "temperature": 0}) + "\n" for i, p in enumerate(prompts)).encode()
-    r = run([f"{B}/bin/pd-prefill", "-m", f"testdata/tiny/{model}.gguf", "-o", at(name), *args], reqs)
+    reqs = tap.lines({"id": i, "prompt": p, "max_tokens": 4, "temperature": 0} for i, p in enumerate(prompts))
+    r = run(tap.prefill("-o", at(name), *args, m=f"testdata/tiny/{model}.gguf"), reqs)
     if r.returncode:
         print(f"Bail out! pd-prefill: {r.stderr.decode()}")
         sys.exit(1)
@@ -49,7 +36,7 @@ def prefill(name, prompts, model="llama-f16", *args):
 
 
 def lines(r):
-    return [json.loads(x) for x in r.stdout.decode().splitlines()]
+    return tap.records(r.stdout)
 
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom."
@@ -240,5 +227,4 @@ toks = [json.loads(z.stdout)["tokens"] for z in (x, y) if z.returncode == 0]
 ok(len(toks) == 2 and toks[0] == toks[1] and len(toks[0]) > 0, "cat of a dump decodes as the dump does", (x, y))
 
 shutil.rmtree(tmp)
-print(f"1..{count}")
-sys.exit(failed > 0)
+tap.done()

@@ -11,31 +11,11 @@
 #include <unistd.h>
 #include <cmocka.h>
 #include "../../libcommon/base/outfile.h"
+#include "files.h"
 
 static char dir[] = "/tmp/pd-test-XXXXXX";
 
-/* The names in dir, one line. */
-static const char *names(void)
-{
-    static char got[1000];
-    char cmd[100];
-    snprintf(cmd, sizeof cmd, "ls -A %s | tr '\\n' ' '", dir);
-    FILE *f = popen(cmd, "r");
-    got[fread(got, 1, sizeof got - 1, f)] = 0;
-    pclose(f);
-    return got;
-}
-
-static void holds(const char *path, const char *want)
-{
-    char got[100] = "";
-    FILE *f = fopen(path, "r");
-    if (!f)
-        fail_msg("%s is missing", path);
-    got[fread(got, 1, sizeof got - 1, f)] = 0;
-    fclose(f);
-    assert_string_equal(got, want);
-}
+static const char *names(void) { return names_in(dir); }
 
 static unsigned mode(const char *path)
 {

@@ -1,0 +1,67 @@
+"""What the Python tests of commands share: TAP on stdout, running the build's commands, reading what they write."""
+import json
+import os
+import subprocess
+import sys
+
+B = os.path.abspath(os.environ.get("B", "build"))
+TINY = "testdata/tiny/llama-q4_1.gguf"
+model = TINY            # of prefill() and decode() when they name none; a test may set it
+count = failed = 0
+
+
+def ok(cond, name, note=""):
+    """One result; `note` is told on stderr when it failed."""
+    global count, failed
+    count += 1
+    failed += not cond
+    print(f"{'ok' if cond else 'not ok'} {count} - {name}", flush=True)
+    if not cond:
+        print(f"# {str(note)[-1500:]}".replace("\n", "\n# "), file=sys.stderr, flush=True)
+
+
+def skip(name, why):
+    global count
+    count += 1
+    print(f"ok {count} - {name} # SKIP {why}", flush=True)
+
+
+def done():
+    """The plan, and out with the right status."""
+    print(f"1..{count}")
+    sys.exit(failed > 0)
+
+
+def run(cmd, data=b"", env=None, **kw):
+    """A command to its end. env: variables to add."""
+    if isinstance(data, str):
+        data = data.encode()
+    return subprocess.run(cmd, input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300, env=dict(os.environ, **(env or {})), **kw)
+
+
+def prefill(*args, m=None):
+    return [f"{B}/bin/pd-prefill", "-m", m or model, *args]
+
+
+def decode(*args, m=None):
+    return [f"{B}/bin/pd-decode", "-m", m or model, *args]
+
+
+def trace(*args):
+    return [f"{B}/bin/pd-trace", *args]
+
+
+def lines(reqs):
+    return "".join(json.dumps(r) + "\n" for r in reqs)
+
+
+def records(out):
+    return [json.loads(x) for x in out.decode().splitlines() if x]
+
+
+def results(out):
+    return [r for r in records(out) if r.get("pd") == "result"]
+
+
+def one_line(err):
+    return len([x for x in err.decode(errors="replace").splitlines() if x]) == 1

@@ -1,0 +1,28 @@
+/* What tests ask of files. After cmocka.h. */
+#ifndef FILES_H
+#define FILES_H
+#include <stdio.h>
+
+/* The names in a folder, sorted, each with a space after it. */
+static inline const char *names_in(const char *dir)
+{
+    static char got[1000];
+    char cmd[400];
+    snprintf(cmd, sizeof cmd, "ls -A '%s' | tr '\\n' ' '", dir);
+    FILE *f = popen(cmd, "r");
+    got[fread(got, 1, sizeof got - 1, f)] = 0;
+    pclose(f);
+    return got;
+}
+
+static inline void holds(const char *path, const char *want)
+{
+    char got[100] = "";
+    FILE *f = fopen(path, "r");
+    if (!f)
+        fail_msg("%s is missing", path);
+    got[fread(got, 1, sizeof got - 1, f)] = 0;
+    fclose(f);
+    assert_string_equal(got, want);
+}
+#endif
