@@ -2,6 +2,7 @@
 #ifndef FILES_H
 #define FILES_H
 #include <stdio.h>
+#include <stdlib.h>
 
 /* The names in a folder, sorted, each with a space after it. */
 static inline const char *names_in(const char *dir)
@@ -24,5 +25,19 @@ static inline void holds(const char *path, const char *want)
     got[fread(got, 1, sizeof got - 1, f)] = 0;
     fclose(f);
     assert_string_equal(got, want);
+}
+
+static inline void *read_whole(const char *path, size_t *n)
+{
+    FILE *f = fopen(path, "rb");
+    if (!f)
+        fail_msg("%s is missing", path);
+    fseek(f, 0, SEEK_END);
+    *n = (size_t)ftell(f);
+    rewind(f);
+    void *p = malloc(*n);
+    assert_int_equal(fread(p, 1, *n, f), *n);
+    fclose(f);
+    return p;
 }
 #endif

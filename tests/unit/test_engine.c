@@ -9,6 +9,7 @@
 #include "../../libcommon/engine/batch.h"
 #include "../../libcommon/engine/runtime.h"
 #include "../../libcommon/kv/handover.h"
+#include "files.h"
 
 #define TINY "testdata/tiny/"
 static const char *const models[] = { "llama-f32", "llama-f16", "llama-bf16", "llama-q8_0", "llama-q4_0", "llama-q4_1", "llama-q5_0", "llama-q5_1",
@@ -39,15 +40,7 @@ static void *read_file(const char *name, const char *ext, size_t *n)
 {
     char path[256];
     snprintf(path, sizeof path, TINY "%s.%s", name, ext);
-    FILE *f = fopen(path, "rb");
-    assert_non_null(f);
-    fseek(f, 0, SEEK_END);
-    *n = (size_t)ftell(f);
-    rewind(f);
-    void *p = malloc(*n);
-    assert_int_equal(fread(p, 1, *n, f), *n);
-    fclose(f);
-    return p;
+    return read_whole(path, n);
 }
 
 /* Logits of every position, in steps of `chunk`. */

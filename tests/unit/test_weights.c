@@ -4,6 +4,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <cmocka.h>
+#include "files.h"
 #include "gguf_build.h"
 #include "../../libcommon/model/pack.h"
 #include "../../libcommon/model/weights.h"
@@ -301,19 +302,6 @@ static void forward(const struct pd_model *m, const int32_t *tok, int n, double 
     free(wh); free(x); free(h); free(all); free(att); free(p); free(ff); free(row); free(cs);
 }
 
-static void *read_file(const char *path, size_t *n)
-{
-    FILE *f = fopen(path, "rb");
-    assert_non_null(f);
-    fseek(f, 0, SEEK_END);
-    *n = (size_t)ftell(f);
-    rewind(f);
-    void *p = malloc(*n);
-    assert_int_equal(fread(p, 1, *n, f), *n);
-    fclose(f);
-    return p;
-}
-
 static void logits_agree_with_hugging_face(void **state)
 {
     for (size_t i = 0; i < N_TINY; i++) {
@@ -321,8 +309,8 @@ static void logits_agree_with_hugging_face(void **state)
         struct pd_err e;
         size_t nt, nl;
         assert_int_equal(open_weights(tiny_path(tiny[i].name, "gguf"), NULL, &m, &e), 0);
-        int32_t *tok = read_file(tiny_path(tiny[i].name, "tokens.bin"), &nt);
-        float *want = read_file(tiny_path(tiny[i].name, "logits.bin"), &nl);
+        int32_t *tok = read_whole(tiny_path(tiny[i].name, "tokens.bin"), &nt);
+        float *want = read_whole(tiny_path(tiny[i].name, "logits.bin"), &nl);
         int n = (int)(nt / 4);
         assert_int_equal(nl, nt * (size_t)m->cfg.n_vocab);
         double *got = calloc(nl / 4, sizeof *got), worst = 0;
@@ -345,7 +333,7 @@ struct patched { uint8_t *p; size_t n; int fd; char path[64]; };
 static struct patched load_copy(const char *name)
 {
     struct patched f = { 0 };
-    f.p = read_file(tiny_path(name, "gguf"), &f.n);
+    f.p = read_whole(tiny_path(name, "gguf"), &f.n);
     return f;
 }
 
