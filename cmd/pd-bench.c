@@ -23,12 +23,16 @@ static int print_row(void *ctx, const struct pd_row *r, struct pd_err *e)
     if (p->json) {
         fprintf(p->to, "{\"name\":\"%s\",\"value\":%.6g,\"unit\":\"%s\",\"goal\":", r->name, r->value, r->unit);
         r->has_goal ? fprintf(p->to, "%.6g,\"pass\":%s", r->goal, pass ? "true" : "false") : fprintf(p->to, "null,\"pass\":null");
+        if (r->of_roof > 0)
+            fprintf(p->to, ",\"of_roofline\":%.4g", r->of_roof);
         fprintf(p->to, ",\"n\":%d,\"threads\":%d,\"cpu\":\"%s\",\"weights\":\"%s\"}\n", r->n, p->threads, p->rt->k->name, p->rt->model->quant);
     } else {
         char goal[32] = "";
         if (r->has_goal)
             snprintf(goal, sizeof goal, "%s %.4g", smaller_is_better ? "<=" : ">=", r->goal);
-        fprintf(p->to, "%-30s %12.2f %-10s %10s %-6s n=%d\n", r->name, r->value, r->unit, goal, r->has_goal ? pass ? "ok" : "MISSED" : "", r->n);
+        if (r->of_roof > 0)
+            snprintf(goal, sizeof goal, "%.1f %%", 100 * r->of_roof);
+        fprintf(p->to, "%-30s %12.2f %-10s %10s %-12s n=%d\n", r->name, r->value, r->unit, goal, r->has_goal ? pass ? "ok" : "MISSED" : r->of_roof > 0 ? "of roofline" : "", r->n);
     }
     return fflush(p->to) ? pd_fail_sys(e, "output") : 0;
 }
@@ -47,11 +51,13 @@ static int engine(struct pd_err *e)
     struct pd_pool_geom g = *pd_pool_geom(rt.pool);
     if (!p.json)
         printf("%s, %s, %d threads, cpu path %s, chunk %u\n", rt.model->revision, rt.model->quant, p.threads, rt.k->name, rt.chunk);
-    if (!tests || all)
+    struct pd_roof roof;
+    bool rows = !tests || all;
+    if (rows && (rc = pd_measure_roof(&rt, &roof, print_row, &p, e)) == 0)
         rc = pd_measure_load(&rt, open_bench, print_row, &p, e);
     if (rc == 0)
-        rc = pd_measure_engine(&rt, tests ? tests : "pp128,pp512,pp2048,tg64", reps, print_row, &p, e);
-    if (rc == 0 && (!tests || all))
+        rc = pd_measure_engine(&rt, rows ? &roof : NULL, tests ? tests : "pp128,pp512,pp2048,tg64,tg64@b8", reps, print_row, &p, e);
+    if (rc == 0 && rows)
         rc = pd_measure_handover(&g, 256 << 20, reps, print_row, &p, e);
     pd_runtime_close(&rt);
     return rc;

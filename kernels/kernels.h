@@ -81,6 +81,11 @@ struct pd_kernels {
 
     void (*exp_sub)(float *out, const float *x, int n, float max, float *sum);          /* out = exp(x - max), *sum in 16-lane order */
     float (*max)(const float *x, int n);
+
+    /* Ceilings, for benches. peak: n rounds of independent multiply-adds of the kind that products of `pack` are made of; returns the operations done
+     * (a multiply and an add are two). read: touches n bytes (a multiple of 64). */
+    double (*peak)(enum pd_pack pack, long n, float *sink);
+    uint64_t (*read)(const void *p, size_t n);
 };
 
 /* The best table that this CPU runs, or the one that PD_CPU=scalar|avx2|avx512 names; NULL with *why set to a static text when that is unknown or cannot run here. */

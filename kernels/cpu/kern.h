@@ -35,6 +35,9 @@ void K(attn_seg)(const struct pd_attn *a, int seg, float *part, void *scratch);
 void K(attn_merge)(const struct pd_attn *a, const float *parts, int n_segs);
 size_t K(attn_scratch)(int head_dim, int n_group);
 
+double K(peak)(enum pd_pack pack, long n, float *sink);
+uint64_t K(read)(const void *p, size_t n);
+
 extern const struct pd_kernels PD_CAT(pd_kernels, PD_ISA);
 
 #endif

@@ -25,5 +25,5 @@ const struct pd_kernels PD_CAT(pd_kernels, PD_ISA) = {
     .gemm = gemm, .gemm_scratch = gemm_scratch, .act_stride = K(act_stride), .prep = K(prep),
     .rmsnorm = K(rmsnorm), .rope = K(rope), .silu_mul = K(silu_mul), .add = K(add), .kv_write = K(kv_write),
     .attn = K(attn), .attn_seg = K(attn_seg), .attn_merge = K(attn_merge), .attn_scratch = K(attn_scratch),
-    .exp_sub = K(exp_sub), .max = K(max),
+    .exp_sub = K(exp_sub), .max = K(max), .peak = K(peak), .read = K(read),
 };

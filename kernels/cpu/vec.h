@@ -117,6 +117,7 @@ INL vi vi_sar1(vi a) { return _mm512_srai_epi32(a, 1); }
 INL vf vi_float(vi a) { return _mm512_cvtepi32_ps(a); }
 INL vb vb_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 INL void vb_store(uint8_t *p, vb v) { _mm512_storeu_si512(p, v); }
+INL vb vb_xor(vb a, vb b) { return _mm512_xor_si512(a, b); }
 INL vb vb_lo4(vb v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INL vb vb_hi4(vb v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
 INL vx vx_bcast(const int8_t *p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
@@ -216,6 +217,7 @@ INL vi vi_sar1(vi x) { return (vi){ _mm256_srai_epi32(x.a, 1), _mm256_srai_epi32
 INL vf vi_float(vi x) { return (vf){ _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b) }; }
 INL vb vb_load(const uint8_t *p) { return (vb){ _mm256_loadu_si256((const void *)p), _mm256_loadu_si256((const void *)(p + 32)) }; }
 INL void vb_store(uint8_t *p, vb v) { _mm256_storeu_si256((void *)p, v.a); _mm256_storeu_si256((void *)(p + 32), v.b); }
+INL vb vb_xor(vb x, vb y) { return (vb){ _mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b) }; }
 INL vb vb_lo4(vb v) { __m256i m = _mm256_set1_epi8(15); return (vb){ _mm256_and_si256(v.a, m), _mm256_and_si256(v.b, m) }; }
 INL vb vb_hi4(vb v)
 {
@@ -310,6 +312,7 @@ INL vi vi_sar1(vi a) { vi r; EACH r.v[l] = a.v[l] >> 1; return r; }
 INL vf vi_float(vi a) { vf r; EACH r.v[l] = (float)a.v[l]; return r; }
 INL vb vb_load(const uint8_t *p) { vb r; memcpy(r.v, p, 64); return r; }
 INL void vb_store(uint8_t *p, vb v) { memcpy(p, v.v, 64); }
+INL vb vb_xor(vb a, vb b) { vb r; for (int i = 0; i < 64; i++) r.v[i] = a.v[i] ^ b.v[i]; return r; }
 INL vb vb_lo4(vb v) { vb r; for (int i = 0; i < 64; i++) r.v[i] = v.v[i] & 15; return r; }
 INL vb vb_hi4(vb v) { vb r; for (int i = 0; i < 64; i++) r.v[i] = v.v[i] >> 4; return r; }
 INL vx vx_bcast(const int8_t *p) { vx r; memcpy(r.v, p, 4); return r; }

@@ -19,8 +19,8 @@ double pd_median(double *v, int n)
     return n % 2 ? v[n / 2] : (v[n / 2 - 1] + v[n / 2]) / 2;
 }
 
-/* One sequence with blocks for `tokens` tokens. */
-struct bench { struct pd_runtime *rt; struct pd_fwd *fwd; uint32_t *blocks, n_blocks; uint8_t **base; int32_t *tokens; uint32_t n_tokens; };
+/* Sequences of equal length with blocks for `tokens` tokens each. */
+struct bench { struct pd_runtime *rt; struct pd_fwd *fwd; uint32_t *blocks, n_blocks, n_seqs, per_seq; uint8_t **base; int32_t *tokens; struct pd_span *span; };
 
 static void bench_free(struct bench *b)
 {
@@ -30,20 +30,20 @@ static void bench_free(struct bench *b)
     pd_free(b->blocks);
     pd_free(b->base);
     pd_free(b->tokens);
+    pd_free(b->span);
 }
 
-static int bench_new(struct bench *b, struct pd_runtime *rt, uint32_t tokens, uint32_t max_rows, uint32_t max_logits, struct pd_err *e)
+static int bench_new(struct bench *b, struct pd_runtime *rt, uint32_t n_seqs, uint32_t tokens, uint32_t max_rows, uint32_t max_logits, struct pd_err *e)
 {
-    *b = (struct bench){ .rt = rt };
-    uint32_t bs = (uint32_t)pd_pool_geom(rt->pool)->block_size, n = (tokens + bs - 1) / bs;
+    uint32_t bs = (uint32_t)pd_pool_geom(rt->pool)->block_size, per = (tokens + bs - 1) / bs, n = per * n_seqs;
+    *b = (struct bench){ .rt = rt, .n_seqs = n_seqs, .per_seq = per };
     int rc = PD_ENOMEM;
     if (!(b->blocks = pd_calloc(n, sizeof *b->blocks, "bench", e)) || !(b->base = pd_calloc(n, sizeof *b->base, "bench", e)) ||
-        !(b->tokens = pd_calloc(tokens, sizeof *b->tokens, "bench", e)))
+        !(b->tokens = pd_calloc(tokens, sizeof *b->tokens, "bench", e)) || !(b->span = pd_calloc(n_seqs, sizeof *b->span, "bench", e)))
         goto out;
     if ((rc = pd_pool_take(rt->pool, n, b->blocks, e)) < 0)
         goto out;
     b->n_blocks = n;
-    b->n_tokens = tokens;
     for (uint32_t i = 0; i < n; i++)
         b->base[i] = pd_pool_base(rt->pool, b->blocks[i]);
     uint64_t x = 1;
@@ -58,20 +58,74 @@ out:
     return rc;
 }
 
-static int run_rows(struct bench *b, uint32_t from, uint32_t n, uint32_t step, bool last_logits, struct pd_err *e)
+/* Positions [from, from + n) of sequences [s0, s1), `step` at a time. */
+static int run_rows(struct bench *b, uint32_t s0, uint32_t s1, uint32_t from, uint32_t n, uint32_t step, bool last_logits, struct pd_err *e)
 {
     float *logits;
     for (uint32_t at = from; at < from + n; at += step) {
         uint32_t m = from + n - at < step ? from + n - at : step;
-        struct pd_span s = { .tokens = b->tokens + at, .n = m, .pos0 = at, .blk = b->base, .want_logits = step == 1 || (last_logits && at + m == from + n) };
-        int rc = pd_forward(b->fwd, &s, 1, NULL, NULL, &logits, e);
+        for (uint32_t s = s0; s < s1; s++)
+            b->span[s - s0] = (struct pd_span){ .tokens = b->tokens + at, .n = m, .pos0 = at, .blk = b->base + (size_t)s * b->per_seq,
+                                                .want_logits = step == 1 || (last_logits && at + m == from + n) };
+        int rc = pd_forward(b->fwd, b->span, s1 - s0, NULL, NULL, &logits, e);
         if (rc < 0)
             return rc;
     }
     return 0;
 }
 
-struct test { bool decode; uint32_t n, depth; char name[32]; };
+/* --- ceilings -------------------------------------------------------------------------------------------------------------------------------------- */
+
+struct roof_job { const struct pd_kernels *k; enum pd_pack pack; const uint8_t *p; size_t part; long n; double ops; float sink[64]; };
+
+static void read_task(void *ctx, int task, int tid)
+{
+    struct roof_job *j = ctx;
+    j->sink[tid & 63] += (float)j->k->read(j->p + (size_t)task * j->part, j->part);
+}
+
+static void ops_task(void *ctx, int task, int tid)
+{
+    struct roof_job *j = ctx;
+    double ops = j->k->peak(j->pack, j->n, &j->sink[tid & 63]);
+    if (task == 0)
+        j->ops = ops;
+}
+
+static double best_seconds(struct pd_threads *t, int n_tasks, pd_task_fn *fn, void *ctx)
+{
+    double best = 1e9;
+    for (int i = 0; i < 8; i++) {
+        int64_t t0 = pd_mono_ns();
+        pd_threads_run(t, n_tasks, fn, ctx);
+        double s = (double)(pd_mono_ns() - t0) / 1e9;
+        best = s < best ? s : best;
+    }
+    return best;
+}
+
+int pd_measure_roof(struct pd_runtime *rt, struct pd_roof *roof, pd_row_fn *row, void *ctx, struct pd_err *e)
+{
+    enum { PARTS = 64 };
+    size_t bytes = (size_t)256 << 20;
+    int threads = pd_threads_count(rt->threads);
+    uint8_t *p = pd_alloc_aligned(bytes, "bench", e);
+    if (!p)
+        return PD_ENOMEM;
+    memset(p, 1, bytes);
+    struct roof_job j = { .k = rt->k, .pack = rt->model->numerics, .p = p, .part = bytes / PARTS, .n = 200000 };
+    roof->read = (double)bytes / best_seconds(rt->threads, PARTS, read_task, &j) / 1e9;
+    double s = best_seconds(rt->threads, threads, ops_task, &j);
+    roof->ops = j.ops * threads / s / 1e9;
+    pd_free(p);
+    struct pd_row r = { .name = "roof_read", .value = roof->read, .unit = "GB/s", .n = 8 }, o = { .name = "roof_ops", .value = roof->ops, .unit = "GOP/s", .n = 8 };
+    int rc = row(ctx, &r, e);
+    return rc < 0 ? rc : row(ctx, &o, e);
+}
+
+/* --- tests ------------------------------------------------------------------------------------------------------------------------------------------ */
+
+struct test { bool decode; uint32_t n, depth, batch; char name[32]; };
 
 static int parse_test(const char *s, size_t n, struct test *t, struct pd_err *e)
 {
@@ -82,47 +136,65 @@ static int parse_test(const char *s, size_t n, struct test *t, struct pd_err *e)
     t->decode = t->name[0] == 't';
     t->n = (uint32_t)strtoul(t->name + 2, &end, 10);
     t->depth = 0;
-    if (!strncmp(end, "@d", 2))
-        t->depth = (uint32_t)strtoul(end + 2, &end, 10);
-    if (*end || t->n < 1 || t->n > 1 << 20 || t->depth > 1 << 20)
+    t->batch = 1;
+    while (!strncmp(end, "@d", 2) || !strncmp(end, "@b", 2))
+        *(end[1] == 'd' ? &t->depth : &t->batch) = (uint32_t)strtoul(end + 2, &end, 10);
+    if (*end || t->n < 1 || t->n > 1 << 20 || t->depth > 1 << 20 || t->batch < 1 || t->batch > 1024)
         goto bad;
     return 0;
 bad:
-    return pd_fail(e, PD_EUSAGE, "--tests: '%.*s' is no test (example: --tests pp512,tg64,tg64@d4096)", (int)n, s);
+    return pd_fail(e, PD_EUSAGE, "--tests: '%.*s' is no test (example: --tests pp512,tg64,tg64@d4096,tg64@b8)", (int)n, s);
 }
 
-static int run_test(struct pd_runtime *rt, const struct test *t, int reps, pd_row_fn *row, void *ctx, struct pd_err *e)
+/* What the test must do at the least: multiply-adds of all matrices and the attention (two operations each), or bytes of weights and KV read. */
+static double least_work(const struct pd_runtime *rt, const struct test *t)
+{
+    const struct pd_config *c = &rt->model->cfg;
+    double q = (double)c->n_heads * c->head_dim, kv = (double)c->n_kv_heads * c->head_dim, at = t->depth + t->n / 2.0;
+    if (t->decode)
+        return t->n * ((double)rt->model->packed_bytes + t->batch * at * 2 * kv * c->n_layers * (double)pd_dtype_size(pd_pool_geom(rt->pool)->dtype));
+    double layer = c->n_embd * (2 * q + 2 * kv) + 3.0 * c->n_embd * c->n_ff;
+    return 2.0 * t->n * t->batch * (c->n_layers * (layer + 2 * q * at)) + 2.0 * c->n_embd * c->n_vocab * t->batch;
+}
+
+static int run_test(struct pd_runtime *rt, const struct pd_roof *roof, const struct test *t, int reps, pd_row_fn *row, void *ctx, struct pd_err *e)
 {
     struct bench b;
     double v[64];
     if (t->n + t->depth > (uint32_t)rt->model->cfg.n_ctx)
         return pd_fail(e, PD_EUSAGE, "--tests: %s needs %u positions, the model's context has %d", t->name, t->n + t->depth, rt->model->cfg.n_ctx);
-    int rc = bench_new(&b, rt, t->n + t->depth, rt->chunk, 1, e);
+    uint32_t step = t->decode ? 1 : rt->chunk, rows = rt->chunk > t->batch ? rt->chunk : t->batch;
+    int rc = bench_new(&b, rt, t->batch, t->n + t->depth, rows, t->batch, e);
     if (rc < 0)
         return rc;
-    if (t->depth)
-        rc = run_rows(&b, 0, t->depth, rt->chunk, false, e);
+    for (uint32_t s = 0; rc == 0 && t->depth && s < t->batch; s++)
+        rc = run_rows(&b, s, s + 1, 0, t->depth, rt->chunk, false, e);
     for (int i = -1; rc == 0 && i < reps; i++) {
         int64_t t0 = pd_mono_us();
-        rc = run_rows(&b, t->depth, t->n, t->decode ? 1 : rt->chunk, true, e);
+        if (t->decode)
+            rc = run_rows(&b, 0, t->batch, t->depth, t->n, step, true, e);
+        for (uint32_t s = 0; rc == 0 && !t->decode && s < t->batch; s++)
+            rc = run_rows(&b, s, s + 1, t->depth, t->n, step, true, e);
         if (i >= 0)
-            v[i] = t->n / ((double)(pd_mono_us() - t0) / 1e6);
+            v[i] = (double)t->n * t->batch / ((double)(pd_mono_us() - t0) / 1e6);
     }
     bench_free(&b);
     if (rc < 0)
         return rc;
     struct pd_row r = { .value = pd_median(v, reps), .unit = "tokens/s", .n = reps };
     snprintf(r.name, sizeof r.name, "%s", t->name);
+    if (roof)
+        r.of_roof = least_work(rt, t) * r.value / ((double)t->n * t->batch) / 1e9 / (t->decode ? roof->read : roof->ops);
     return row(ctx, &r, e);
 }
 
-int pd_measure_engine(struct pd_runtime *rt, const char *tests, int reps, pd_row_fn *row, void *ctx, struct pd_err *e)
+int pd_measure_engine(struct pd_runtime *rt, const struct pd_roof *roof, const char *tests, int reps, pd_row_fn *row, void *ctx, struct pd_err *e)
 {
     for (const char *s = tests; *s;) {
         size_t n = strcspn(s, ",");
         struct test t;
         int rc = parse_test(s, n, &t, e);
-        if (rc < 0 || (rc = run_test(rt, &t, reps > 64 ? 64 : reps, row, ctx, e)) < 0)
+        if (rc < 0 || (rc = run_test(rt, roof, &t, reps > 64 ? 64 : reps, row, ctx, e)) < 0)
             return rc;
         s += n + (s[n] == ',');
     }
@@ -156,9 +228,9 @@ int pd_measure_load(struct pd_runtime *rt, pd_open_fn *reopen, pd_row_fn *row, v
     }
     struct pd_row load = { .name = "load", .value = pd_median(ms, 5), .unit = "ms", .goal = 1000, .has_goal = true, .n = 5 };
     struct bench b;
-    if ((rc = row(ctx, &load, e)) < 0 || (rc = bench_new(&b, rt, rt->chunk, rt->chunk + rt->max_seqs, rt->max_seqs, e)) < 0)
+    if ((rc = row(ctx, &load, e)) < 0 || (rc = bench_new(&b, rt, 1, rt->chunk, rt->chunk + rt->max_seqs, rt->max_seqs, e)) < 0)
         return rc;
-    if ((rc = run_rows(&b, 0, rt->chunk, rt->chunk, true, e)) == 0) {
+    if ((rc = run_rows(&b, 0, 1, 0, rt->chunk, rt->chunk, true, e)) == 0) {
         double rss = (double)(status_kib("RssAnon:") + status_kib("RssShmem:")) * 1024;
         double over = (rss - (double)rt->model->packed_bytes - (double)pd_pool_stats(rt->pool).slab_bytes) / (1 << 20);
         struct pd_row r = { .name = "memory_beyond_weights_and_kv", .value = over, .unit = "MiB", .goal = 100, .has_goal = true, .n = 1 };
@@ -204,7 +276,7 @@ int pd_measure_logits(struct pd_runtime *rt, const char *ids_path, const char *o
             continue;
         struct bench b;
         uint32_t n = (uint32_t)(ids.n / sizeof(int32_t));
-        if ((rc = bench_new(&b, rt, n, step, step, e)) < 0)
+        if ((rc = bench_new(&b, rt, 1, n, step, step, e)) < 0)
             break;
         memcpy(b.tokens, ids.p, ids.n);
         for (uint32_t at = 0; rc == 0 && at < n; at += step) {
