@@ -194,6 +194,10 @@ static int decide(struct pd_rstream *s, struct pd_err *e)
             return 0;
         map = i + 1 == s->end || (s->buf[i + 1] & 0xc0) != 0x80;
     }
+    if (b == 0x89 && i + 3 < s->end && !memcmp(s->buf + i, "\x89HDF", 4)) {    /* by itself: a map whose first key is 72 */
+        pd_fail(&s->fatal, PD_ECORRUPT, "a KV dump (HDF5) begins here, records are expected: name the file (pd-decode -i FILE, pd-trace cat FILE, pd-trace kv)");
+        return die(s, PD_ECORRUPT, e);
+    }
     if (b == '{' || map) {
         consume(s, i - s->begin);
         s->mode = b == '{' ? JSON : MSGPACK;
