@@ -41,12 +41,12 @@ static int dec_parts(struct pd_bin v, struct pd_str *out, struct pd_unpack *u)
     while (!rc && pd_iter_next(&it, &part)) {
         char text[96];
         if (pd_map_find(part.p, part.n, "type", &x) != 1 || !pd_get_str(x, &s))
-            rc = pd_fail(u->e, u->code, "messages: a part of the content has no type");
+            rc = pd_fail(u->e, u->code, "a part of the content has no type");
         else if (!pd_str_eq(s, "text"))
-            rc = pd_fail(u->e, u->code, "messages: content of type %s is not supported, only \"text\" is", pd_value_text(x, text, sizeof text));
+            rc = pd_fail(u->e, u->code, "content of type %s is not supported, only \"text\" is", pd_value_text(x, text, sizeof text));
         else if (pd_map_find(part.p, part.n, "text", &x) != 1)
-            rc = pd_fail(u->e, u->code, "messages: a text part has no text");
-        else if (!(rc = pd_unpack_str("messages: text", x, &s, u)))
+            rc = pd_fail(u->e, u->code, "a text part has no text");
+        else if (!(rc = pd_unpack_str("text", x, &s, u)))
             rc = pd_buf_add(&all, s.p, s.n, u->e);
     }
     if (!rc) {
