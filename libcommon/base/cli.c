@@ -12,7 +12,7 @@ static poptContext context;
 struct poptOption pd_cli_common[] = {
     { "input", 'i', POPT_ARG_STRING, &pd_cli.in, 0, "where records come from: - (default), a file, unix:PATH, unix-listen:PATH", "ENDPOINT" },
     { "output", 'o', POPT_ARG_STRING, &pd_cli.out, 0, "where records go: - (default), a file, unix:PATH, unix-listen:PATH", "ENDPOINT" },
-    { "format", '\0', POPT_ARG_STRING, &pd_cli.format, 0, "form of the output: msgpack (default) or json (a line a record)", "FORMAT" },
+    { "format", '\0', POPT_ARG_STRING, &pd_cli.format, 0, "form of the output: msgpack or json, a line a record (default: msgpack; pd-trace cat: json)", "FORMAT" },
     { "connect-timeout", '\0', POPT_ARG_STRING, &pd_cli.connect_timeout, 0, "how long to retry a socket that is not there yet (default 5s)", "TIME" },
     { "max-record", '\0', POPT_ARG_STRING, &pd_cli.max_record, 0, "largest record accepted (default 16MiB)", "SIZE" },
     { "verbose", 'v', POPT_ARG_NONE, NULL, 'v', "tell the life of each run", NULL },
