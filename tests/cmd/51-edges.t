@@ -6,7 +6,7 @@ import tempfile
 import time
 
 import tap
-from tap import decode, lines, ok, prefill, results, run
+from tap import decode, lines, ok, prefill, results, run, trace
 
 OTHER = "testdata/tiny/llama-q8_0.gguf"
 RUN = "01M8PAHHAT80TXBD0XZ6M6EGMJ"
@@ -88,8 +88,19 @@ def stands_still():
                 ok(False, f"{name}, its reader stands still: a second SIGTERM ends it, exit 6", "it went on")
 
 
+def dump_for_records(folder):
+    """A dump where records are read: named for what it is."""
+    path = f"{folder}/dump.h5"
+    run(prefill("-o", path), lines([{"prompt": "abc", "max_tokens": 2}]))
+    data = open(path, "rb").read()
+    for name, cmd in (("decode", decode("--text")), ("prefill --lines", prefill("--lines")), ("trace cat", trace("cat"))):
+        r = run(cmd, data)
+        ok(r.returncode == 4 and not r.stdout and b"KV dump (HDF5)" in r.stderr and b"-i FILE" in r.stderr, f"a dump on {name}'s standard input: told that it is one, exit 4", r)
+
+
 with tempfile.TemporaryDirectory() as folder:
     twice(folder)
+    dump_for_records(folder)
     replays()
     broken_offer()
     other_model()
