@@ -46,12 +46,12 @@ static int run(const char **args, int *status, struct pd_err *e)
         (rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e)) < 0)
         goto out;
     if (pd_endpoint_is_h5(from) || (strcmp(from, "-") && !strchr(from, ':') && pd_dump_is(from)))
-        rc = pd_dump_read(from, NULL, &dump, &fd, e);
+        rc = pd_dump_serve(from, &dump, &fd, e);
     else if ((rc = pd_endpoint_open_in(from, connect_us, &in, e)) == 0)
         fd = in.fd;
     if (rc < 0 || (rc = pd_engine_reader(fd, from, &rs, e)) < 0)
         goto out;
-    struct pd_decode_opts o = { .seed = pd_engine_cli.seed, .keep_going = keep_going, .strict = strict, .text = text, .stream = stream,
+    struct pd_decode_opts o = { .seed = pd_engine_cli.seed, .keep_going = keep_going, .strict = strict, .text = text, .stream = stream, .from_dump = dump != NULL,
                                 .fail_on_mismatch = on_mismatch && !strcmp(on_mismatch, "fail") };
     rc = pd_decode_run(&rt, &o, rs, ws, trace, status, e);
     int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);

@@ -123,11 +123,18 @@ void pd_dc_refuse(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err
 {
     struct pd_buf b = { 0 };
     struct pd_err e;
+    struct pd_result as = { .prompt_tokens = r->in.n_tokens, .decode_worker = { d->rt->worker, strlen(d->rt->worker) } };
+    snprintf(as.mode, sizeof as.mode, "%s", r->mode);
+    if (r->remote && r->desc.fp_fields.p) {
+        as.has_gen = true;
+        memcpy(as.gen, r->desc.gen, sizeof as.gen);
+        as.prefill_worker = r->desc.worker;
+    }
     pd_refusal_log(&r->in.req, why);
     pd_dc_step(d, r, "failed", 0, why->msg);
     d->status = pd_exit_worse(d->status, why->code);
     if (!d->o->text) {
-        if (pd_refusal_encode(&r->in.req, why, "abort", d->rt->worker, false, &b, &e) < 0)
+        if (pd_refusal_encode(&r->in.req, why, "abort", &as, &b, &e) < 0)
             pd_dc_fatal(d, &e);
         else if (pd_put_records(d->out, b.p, b.n, &e) < 0)
             pd_dc_fatal(d, &e);

@@ -243,6 +243,8 @@ int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **
         goto out;
     *r = (struct pd_run){ .req = j->req, .user = j->user, .n_prompt = j->n_prompt, .n_seqs = (uint32_t)j->req->n, .n_open = (uint32_t)j->req->n,
                           .prefill_only = j->prefill_only, .t_submit = pd_mono_us() };
+    if (j->req->has & PD_RQ_DEADLINE)
+        r->deadline = r->t_submit - j->spent_us + j->req->deadline_ms * 1000;
     if (!(r->seq = pd_calloc(r->n_seqs, sizeof *r->seq, "run", e))) {
         r->n_seqs = 0;
         goto out;
@@ -329,6 +331,20 @@ static bool room_to_start(struct pd_batch *b, const struct pd_seq *s)
         return true;
     struct pd_pool_stats st = pd_pool_stats(b->pool);
     return blocks_for(b, s->run->n_prompt) <= st.max - st.used;
+}
+
+/* Runs past their deadline end; nobody waits for them any more. */
+static void end_late(struct pd_batch *b)
+{
+    int64_t now = pd_mono_us();
+    for (struct pd_seq *s = b->head, *next; s; s = next) {
+        next = s->next;
+        if (!s->run->deadline || now < s->run->deadline)
+            continue;
+        struct pd_err why;
+        pd_fail(&why, PD_ETIME, "the deadline of %lld ms has passed, %u tokens were made", (long long)s->run->req->deadline_ms, pd_seq_n(s) - s->run->n_prompt);
+        fail_seq(b, s, &why);
+    }
 }
 
 static void plan_step(struct pd_batch *b)
@@ -436,6 +452,7 @@ int pd_batch_step(struct pd_batch *b, struct pd_err *e)
 {
     float *logits;
     int rows = 0;
+    end_late(b);
     plan_step(b);
     if (!b->n_spans)
         return 0;

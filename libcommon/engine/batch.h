@@ -30,6 +30,7 @@ struct pd_run {
     struct pd_seq *seq;         /* [n_seqs] */
     uint32_t preempted;         /* times */
     int64_t t_submit, t_start, t_first;         /* mono us; 0: not yet */
+    int64_t deadline;           /* mono us, 0: none; past it every choice ends with PD_ETIME */
 };
 
 struct pd_batch_cb {
@@ -53,6 +54,7 @@ struct pd_job {
     const int32_t *prompt; uint32_t n_prompt;
     void *user;
     bool prefill_only;
+    int64_t spent_us;           /* since acceptance, for the deadline */
     /* Imported KV of the whole prompt: the block table (one reference each, taken over, also on failure) and the first token of each choice, which is
      * reported through `token` (and maybe `finished`) before submit returns. Without first tokens the prompt's last one is run again for its logits. */
     const uint32_t *blocks; uint32_t n_blocks;

@@ -94,7 +94,8 @@ void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, u
 {
     struct pd_err e;
     struct pd_run *run;
-    struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .blocks = blocks, .n_blocks = n_blocks };
+    struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .blocks = blocks, .n_blocks = n_blocks,
+                        .spent_us = pd_mono_us() - r->in.t_accept + r->before_us };
     if (blocks) {
         j.first = r->desc.first;
         j.n_first = r->desc.n_first;
@@ -134,19 +135,37 @@ static void take_request(struct pd_decoder *d, const struct pd_rec *rec)
 
 /* --- the loop ------------------------------------------------------------------------------------------------------------------------------------- */
 
+/* An error record of what comes before us. A dump's reader says which KV is damaged: that run is recomputed when its kv comes. Another filter's counts
+ * towards our status, so that the last command of a pipe tells. True: it is dealt with; false: it goes on. */
+static bool take_error(struct pd_decoder *d, const struct pd_rec *rec)
+{
+    struct pd_err e;
+    struct pd_arena mem = { 0 };
+    struct pd_error_rec er;
+    bool known = pd_error_decode(rec->p, rec->n, &mem, &er, &e) == 0;
+    struct pd_dc_run *r = known && er.run[0] ? pd_dc_find_on_way(d, er.run, NULL, PD_BY_NAME) : NULL;
+    int code = known && er.code ? er.code > 0 ? -er.code : er.code : PD_EFAIL;
+    bool damaged = r && d->o->from_dump;
+    if (known)
+        pd_fail(&e, code, "%.*s", (int)er.message.n, er.message.p);
+    if (damaged)
+        pd_dc_reject_kv(d, r, &e);
+    else {
+        if (d->o->from_dump)
+            pd_error("%s", e.msg);
+        d->status = pd_exit_worse(d->status, code);
+        if (r)          /* it failed there, and its results come from there */
+            pd_dc_run_free(d, r);
+    }
+    pd_arena_free(&mem);
+    return damaged;
+}
+
 static void pass_through(struct pd_decoder *d, const struct pd_rec *rec)
 {
     struct pd_err e;
-    if (rec->kind == PD_K_ERROR) {      /* an upstream filter's: the last command of a pipe tells */
-        struct pd_arena mem = { 0 };
-        struct pd_error_rec er;
-        int known = pd_error_decode(rec->p, rec->n, &mem, &er, &e);
-        d->status = pd_exit_worse(d->status, known == 0 && er.code > 0 ? -er.code : PD_EFAIL);
-        struct pd_dc_run *r = known == 0 && er.run[0] ? pd_dc_find_on_way(d, er.run, NULL, PD_BY_NAME) : NULL;
-        if (r)          /* it failed there, and its results come from there */
-            pd_dc_run_free(d, r);
-        pd_arena_free(&mem);
-    }
+    if (rec->kind == PD_K_ERROR && take_error(d, rec))
+        return;
     if (d->o->text || pd_wstream_put(d->out, rec->p, rec->n, &e) == 0)
         return;
     if (pd_wstream_failed(d->out) || e.code == PD_ENOMEM) {
@@ -258,8 +277,10 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
             rc = pd_fail(e, PD_ECANCEL, "stopped by a signal with %u runs unfinished", d.n_active);
             goto out;
         }
-        if (pd_stop_level() && open)
+        if (pd_stop_level() && open) {
+            pd_run_draining(d.n_active);
             close_input(&d, &open);
+        }
         if (open && d.n_active < limit) {
             int got = take_record(&d, in, pd_batch_busy(d.batch) && !stuck ? 0 : 500, e);
             if (got < 0) {

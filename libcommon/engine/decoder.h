@@ -11,6 +11,7 @@
 struct pd_decode_opts {
     int64_t seed;
     bool keep_going, fail_on_mismatch, strict;
+    bool from_dump;             /* the input is a dump's reader: its `error` records say which KV is damaged */
     bool text;                  /* write the generated text alone */
     bool stream;                /* token records too */
 };

@@ -76,12 +76,13 @@ static void refuse(struct prefiller *p, const struct pd_request *req, const stru
 {
     struct pd_buf b = { 0 };
     struct pd_err e;
+    struct pd_result as = { .mode = "remote", .prefill_worker = { p->rt->worker, strlen(p->rt->worker) } };
     pd_refusal_log(req, why);
     pd_run_step(p->trace, &(struct pd_step){ .run = req->run, .where = "remote" }, "failed", 0, why->msg);
     p->status = pd_exit_worse(p->status, why->code);
     if (p->dumping)
         return;
-    if (pd_refusal_encode(req, why, "abort", p->rt->worker, true, &b, &e) < 0 || pd_publish_record(p->pub, &b, &e) < 0)
+    if (pd_refusal_encode(req, why, "abort", &as, &b, &e) < 0 || pd_publish_record(p->pub, &b, &e) < 0)
         fatal(p, &e);
     pd_buf_free(&b);
 }
@@ -301,7 +302,8 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
         goto refused;
     if (!(r->first = pd_arena_alloc(&r->in.mem, (size_t)r->in.req.n, sizeof *r->first, e)))
         goto refused;
-    j = (struct pd_job){ .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .prefill_only = true };
+    j = (struct pd_job){ .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .prefill_only = true,
+                        .spent_us = pd_mono_us() - r->in.t_accept };
     if ((rc = pd_batch_submit(p->batch, &j, &run, e)) < 0)
         goto refused;
     r->run = run;
@@ -376,8 +378,10 @@ int pd_prefill_run(struct pd_runtime *rt, const struct pd_prefill_opts *o, struc
             rc = pd_fail(e, PD_ECANCEL, "stopped by a signal with %u runs unfinished", p.n_runs);
             goto out;
         }
-        if (pd_stop_level())
+        if (pd_stop_level() && open) {
+            pd_run_draining(p.n_runs);
             open = false;
+        }
         if (open && p.n_runs < 4 * rt->max_seqs) {
             int got = take_record(&p, in, pd_batch_busy(p.batch) ? 0 : 500, e);
             if (got == 0)

@@ -213,7 +213,7 @@ static void fall_back(struct pd_decoder *d, struct pd_dc_run *r)
         pd_dc_refuse(d, r, why);
         return;
     }
-    pd_error("run %s: kv refused: %s; recomputing %u tokens locally", r->in.req.run, why->msg, r->in.n_tokens);
+    pd_warn("run %s: kv refused: %s; recomputing %u tokens locally", r->in.req.run, why->msg, r->in.n_tokens);
     if (d->o->strict && !d->status)
         d->status = 9;
     size_t n = strlen(kind) + strlen(why->msg) + 3;

@@ -58,15 +58,17 @@ int pd_refusal_error(const struct pd_request *r, const struct pd_err *why, const
     return pd_error_encode(&er, b, e);
 }
 
-int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const char *worker, bool prefill, struct pd_buf *b, struct pd_err *e)
+int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const struct pd_result *as, struct pd_buf *b, struct pd_err *e)
 {
     int rc = pd_refusal_error(r, why, action, b, e);
     for (int32_t i = 0; rc == 0 && i < (r->n < 1 ? 1 : r->n); i++) {
-        struct pd_result res = { .id = r->id, .choice = (uint32_t)i, .text = { "", 0 }, .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .kv_ms = -1 };
+        struct pd_result res = *as;
+        res.id = r->id;
+        res.choice = (uint32_t)i;
+        res.text = (struct pd_str){ "", 0 };
+        res.ttft_ms = res.tpot_ms = res.e2e_ms = res.kv_ms = -1;
         memcpy(res.run, r->run, sizeof res.run);
         strcpy(res.finish_reason, "error");
-        strcpy(res.mode, prefill ? "remote" : "aggregated");
-        *(prefill ? &res.prefill_worker : &res.decode_worker) = (struct pd_str){ worker, strlen(worker) };
         rc = pd_result_encode(&res, b, e);
     }
     return rc;
@@ -81,6 +83,11 @@ void pd_run_step(struct pd_trace *t, const struct pd_step *s, const char *state,
     if (bytes)
         snprintf(size, sizeof size, ", %llu bytes", (unsigned long long)bytes);
     pd_info("run %s: %s (%s)%s%s%s", s->run, state, s->where, size, cause ? ": " : "", cause ? cause : "");
+}
+
+void pd_run_draining(uint32_t runs)
+{
+    pd_warn("a signal: %u run%s in hand will be finished; a second one stops at once", runs, runs == 1 ? "" : "s");
 }
 
 void pd_run_progress(const char *what, int64_t t0, uint64_t done, uint64_t left, uint32_t runs)

@@ -18,14 +18,17 @@ void pd_intake_free(struct pd_intake *in);
 
 /* The `error` record of a failed request. */
 int pd_refusal_error(const struct pd_request *r, const struct pd_err *why, const char *action, struct pd_buf *b, struct pd_err *e);
-/* The records of a failed request, one after the other in b (framed by msgpack itself): `error`, then a `result` a choice. */
-int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const char *worker, bool prefill, struct pd_buf *b, struct pd_err *e);
+/* The records of a failed request, one after the other in b (framed by msgpack itself): `error`, then a `result` a choice, made from `as` (mode, workers, gen,
+ * prompt_tokens, fallback). */
+int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, const char *action, const struct pd_result *as, struct pd_buf *b, struct pd_err *e);
 /* Writes the records that lie one after the other in p[0..n). */
 int pd_put_records(struct pd_wstream *w, const uint8_t *p, size_t n, struct pd_err *e);
 /* A step of a run's life: into the trace, and to a person under -v. */
 void pd_run_step(struct pd_trace *t, const struct pd_step *s, const char *state, uint64_t bytes, const char *cause);
 /* The op of a step: a hash of (run, step, inputs), so that the same step has the same op wherever it runs. */
 void pd_op_make(uint8_t op[16], const char *run, const char *step, const void *inputs, size_t n);
+/* Tells a person that a signal has come, and what a second one does. */
+void pd_run_draining(uint32_t runs);
 /* The progress line: work of more than two seconds. left: rows still to run at the most. */
 void pd_run_progress(const char *what, int64_t t0, uint64_t done, uint64_t left, uint32_t runs);
 /* Tells a person: "run 01J... (id a): message". */

@@ -16,6 +16,9 @@ void pd_dump_abort(struct pd_dump_w *w);                        /* nothing stays
  * *fd is the read end of a pipe, msgpack. Wait with pd_dump_read_end: PD_ECORRUPT when the child failed. */
 struct pd_dump_r;
 int pd_dump_read(const char *path, const char *run /* NULL: all */, struct pd_dump_r **out, int *fd, struct pd_err *e);
+/* The same for a consumer that serves all it can: a run that does not verify is told by an `error` record, its kv follows without the rest of its chunks, and
+ * the other runs go on. */
+int pd_dump_serve(const char *path, struct pd_dump_r **out, int *fd, struct pd_err *e);
 int pd_dump_read_end(struct pd_dump_r *r, struct pd_err *e);
 bool pd_dump_is(const char *path);                              /* a regular file with the magic */
 #endif

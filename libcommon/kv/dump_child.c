@@ -40,6 +40,7 @@ struct run {
     struct pd_plan plan;
     hid_t *set;                 /* [layers][2] */
     uint64_t *sum;              /* [layers][2][n_blocks] */
+    bool faulty;                /* a chunk of it did not verify, and was told */
     size_t bytes, el;           /* of a chunk, of an element */
     uint8_t *packed, *tmp, *rows, *data;
 };
@@ -410,7 +411,7 @@ static int put_chunk(struct child *c, struct run *r, uint32_t index)
         for (uint32_t i = 0; !rc && i < k.blocks; i++)
             rc = read_block(c, r, k.layer0, v, k.block0 + i, r->data + ((size_t)v * k.blocks + i) * r->bytes);
     if (rc)
-        return c->mode == PD_DUMP_EACH ? put_fault(c, r, index) : rc;
+        return rc == PD_ECORRUPT && (c->mode == PD_DUMP_EACH || c->mode == PD_DUMP_SERVE) ? (r->faulty = true, put_fault(c, r, index)) : rc;
     k.data = (struct pd_bin){ r->data, (size_t)k.raw_len };
     k.xxh3 = pd_xxh3(r->data, k.data.n, pd_chunk_seed(r->d.gen, r->d.layout.layout_hash, k.layer0, k.block0));
     rc = pd_chunk_encode_head(&k, &head, &c->e);
@@ -427,7 +428,7 @@ static int put_run(struct child *c, hid_t runs, const char *name)
     int rc = open_run(c, runs, &r);
     if (!rc && c->mode != PD_DUMP_HEAD) {
         rc = put_desc(c, &r, true);
-        for (uint32_t i = 0; !rc && i < r.plan.n_chunks; i++)
+        for (uint32_t i = 0; !rc && i < r.plan.n_chunks && !(r.faulty && c->mode == PD_DUMP_SERVE); i++)
             rc = put_chunk(c, &r, i);
     }
     if (!rc)
@@ -457,7 +458,7 @@ static int read_file(struct child *c, const char *only)
             rc = bad(c, NULL, "link %" PRIu64 " of /runs has no run's name", (uint64_t)i);
         else
             rc = put_run(c, runs, name);
-        if (rc == PD_ECORRUPT && c->mode == PD_DUMP_EACH) {     /* the other runs may be whole */
+        if (rc == PD_ECORRUPT && (c->mode == PD_DUMP_EACH || c->mode == PD_DUMP_SERVE)) {     /* the other runs may be whole */
             struct run lost = { .group = -1 };
             snprintf(lost.name, sizeof lost.name, "%.26s", pd_run_valid(name, strnlen(name, sizeof name)) ? name : "");
             rc = put_fault(c, &lost, UINT32_MAX);

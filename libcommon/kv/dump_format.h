@@ -27,8 +27,9 @@ struct pd_h5_super { int version; uint64_t eof, root, size /* of the file now */
 int pd_h5_super_read(int fd, const char *path, struct pd_h5_super *s, struct pd_err *e);
 
 /* What the child is asked for. HEAD: structure only; each run's kv alone. DATA: offer, chunks, kv; stops at the first fault. EACH: chunks of one
- * block each; a chunk that does not verify is an `error` record with its index in `action`, and reading goes on. */
-enum pd_dump_mode { PD_DUMP_HEAD, PD_DUMP_DATA, PD_DUMP_EACH };
+ * block each; a chunk that does not verify is an `error` record with its index in `action`, and reading goes on. SERVE: as DATA, but a run
+ * that does not verify is told by an `error` record and left without the rest of its chunks; its kv and the other runs follow. */
+enum pd_dump_mode { PD_DUMP_HEAD, PD_DUMP_DATA, PD_DUMP_EACH, PD_DUMP_SERVE };
 struct pd_dump_r;
 int pd_dump_spawn(int file_fd, const char *path, const char *run, enum pd_dump_mode mode, struct pd_dump_r **out, int *fd, struct pd_err *e);
 void pd_dump_child_link(void);          /* pulls the child's object into every program that reads dumps */

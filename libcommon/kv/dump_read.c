@@ -128,7 +128,7 @@ bad:
     return rc;
 }
 
-int pd_dump_read(const char *path, const char *run, struct pd_dump_r **out, int *fd, struct pd_err *e)
+static int dump_read(const char *path, const char *run, enum pd_dump_mode mode, struct pd_dump_r **out, int *fd, struct pd_err *e)
 {
     struct pd_h5_super s;
     int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);   /* a FIFO is refused, not waited for */
@@ -140,10 +140,13 @@ int pd_dump_read(const char *path, const char *run, struct pd_dump_r **out, int 
     if (!rc && run && !pd_run_valid(run, strlen(run)))
         rc = pd_fail(e, PD_EUSAGE, "'%.64s' is no run id", run);
     if (!rc)
-        rc = pd_dump_spawn(file, path, run, PD_DUMP_DATA, out, fd, e);
+        rc = pd_dump_spawn(file, path, run, mode, out, fd, e);
     close(file);
     return rc;
 }
+
+int pd_dump_read(const char *path, const char *run, struct pd_dump_r **out, int *fd, struct pd_err *e) { return dump_read(path, run, PD_DUMP_DATA, out, fd, e); }
+int pd_dump_serve(const char *path, struct pd_dump_r **out, int *fd, struct pd_err *e) { return dump_read(path, NULL, PD_DUMP_SERVE, out, fd, e); }
 
 /* Waits for the child, but not for ever: one that was left blocked on a pipe nobody reads is ended. */
 static int reap(pid_t pid, int *status, bool *killed)

@@ -227,6 +227,10 @@ def main():
         x, y = run([f"{B}/bin/{c}", "--help"]), run([f"{B}/bin/{c}", "--version"])
         ok(x.returncode == 0 and b"Usage" in x.stdout and y.returncode == 0 and y.stdout.startswith(c.encode()), f"{c} --help, --version", (x, y))
 
+    x = run(decode("--format", "json"), lines([dict(REQS[0], id="late", deadline_ms=1, max_tokens=2000, ignore_eos=True), REQS[7]]))
+    rs = {r["id"]: r for r in results(x.stdout)}
+    ok(x.returncode == 5 and b"deadline of 1 ms" in x.stderr and rs["late"]["finish_reason"] == "error" and len(rs["bias"]["tokens"]) == 4, "a deadline ends its run alone: exit 5", (x.returncode, x.stderr))
+
     # the world
     x = run(["bash", "-c", f"set -o pipefail; {' '.join(prefill())} | head -c 10 >/dev/null; echo ${{PIPESTATUS[0]}}"], data)
     ok(x.stdout.strip() == b"6" and b"pipe" in x.stderr.lower(), "the reader goes away: exit 6, told", (x.stdout, x.stderr))

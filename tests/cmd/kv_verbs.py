@@ -202,8 +202,12 @@ for i in range(40):
         bad.append((place, r))
 ok(not bad, "verify finds a flipped bit in any chunk, and names layer and block", bad[:2])
 open(at("flip.h5"), "wb").write(d)
+r = run([f"{B}/bin/pd-decode", "-m", "testdata/tiny/llama-f16.gguf", "-i", at("flip.h5"), "--format", "json", "--on-mismatch", "fail"])
+ok(r.returncode == 4 and not any(json.loads(x).get("tokens") for x in r.stdout.decode().splitlines() if x), "decode --on-mismatch fail gives no token from it: exit 4", (r.returncode, r.stderr, r.stdout))
 r = run([f"{B}/bin/pd-decode", "-m", "testdata/tiny/llama-f16.gguf", "-i", at("flip.h5"), "--format", "json"])
-ok(r.returncode == 4 and not any(json.loads(x).get("tokens") for x in r.stdout.decode().splitlines() if x), "decode gives no token from it: exit 4", (r.returncode, r.stderr, r.stdout))
+rs = [x for x in map(json.loads, r.stdout.decode().splitlines()) if x["pd"] == "result"]
+ok(r.returncode == 0 and rs and all((x["mode"], (x["fallback"] or "")[:9]) in (("remote", ""), ("local", "integrity")) and x["tokens"] for x in rs)
+   and sum(x["mode"] == "local" for x in rs) == 1, "decode recomputes the damaged run, and serves the others", (r.returncode, r.stderr, r.stdout))
 
 used = len(whole[:1 << 20].rstrip(b"\0"))
 bad = []
