@@ -9,6 +9,7 @@
 #include <unistd.h>
 #include "../base/clock.h"
 #include "../base/log.h"
+#include "../base/stop.h"
 #include "endpoint.h"
 
 #define PIPE_BYTES (1 << 20)
@@ -83,6 +84,8 @@ static int connect_unix(const char *path, int64_t timeout_us, struct pd_endpoint
     int64_t until = pd_mono_us() + timeout_us;
     int rc = address(path, &a, e);
     while (!rc) {
+        if (pd_stop_level())        /* the signal may have come before we began to wait */
+            return pd_fail(e, PD_ECANCEL, "%s: interrupted while connecting", path);
         int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
         if (fd < 0)
             return pd_fail_sys(e, "%s: cannot make a socket", path);
@@ -152,6 +155,13 @@ static int listen_unix(const char *path, struct pd_endpoint *ep, struct pd_err *
     }
     while (ep->fd < 0) {
         struct pd_err why;
+        struct pollfd peer = { .fd = l, .events = POLLIN };
+        if (pd_stop_level()) {
+            rc = pd_fail(e, PD_ECANCEL, "%s: interrupted while waiting for a peer", path);
+            goto out;
+        }
+        if (poll(&peer, 1, 500) <= 0)
+            continue;
         int fd = accept4(l, NULL, NULL, SOCK_CLOEXEC);
         if (fd < 0 && errno == EINTR)
             rc = pd_fail(e, PD_ECANCEL, "%s: interrupted while waiting for a peer", path);
@@ -199,7 +209,7 @@ static int open_special(const char *spec, int stdio, int64_t connect_timeout_us,
 
 static int open_path(const char *path, int flags, struct pd_endpoint *ep, struct pd_err *e)
 {
-    ep->fd = open(path, flags | O_CLOEXEC);
+    ep->fd = pd_stop_level() ? (errno = EINTR, -1) : open(path, flags | O_CLOEXEC);     /* a FIFO's other side may never come */
     if (ep->fd < 0)
         return errno == EINTR ? pd_fail(e, PD_ECANCEL, "%s: interrupted", path) : pd_fail_sys(e, "cannot open %s%s", path, flags == O_RDONLY ? "" : " for writing");
     ep->own = true;

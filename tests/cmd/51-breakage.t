@@ -379,6 +379,15 @@ def end(p, timeout=30):
         return (-1, *p.communicate())
 
 
+def handles_signals(p):
+    """SIGTERM is counted from here on, not deadly."""
+    until = time.time() + 30
+    while time.time() < until and p.poll() is None:
+        if any(x.startswith("SigCgt") and int(x.split()[1], 16) >> (signal.SIGTERM - 1) & 1 for x in open(f"/proc/{p.pid}/status")):
+            return
+        time.sleep(0.01)
+
+
 def listening(path):
     until = time.time() + 30
     while time.time() < until and not any(path in x for x in open("/proc/net/unix")):
@@ -411,7 +420,8 @@ def descriptors_and_files(tmp):
     ok(got.stdout == want and end(p)[0] == 0, "a FIFO as -o", got)
     for args in (["-i", f"{tmp}/fifo"], ["-i", one, "-o", f"{tmp}/fifo"]):
         p = start(decode("--text", *args))
-        time.sleep(0.5)
+        handles_signals(p)
+        time.sleep(0.3)
         p.send_signal(signal.SIGTERM)
         ok(end(p, 10)[0] == 6, f"SIGTERM while a FIFO waits for its other side ({args[-2]})")
     x = sh(f"cp {tmp}/a.kv {tmp}/s; {dec} -i {tmp}/s -o {tmp}/s --text && cat {tmp}/s")
@@ -430,7 +440,7 @@ def sockets(tmp):
     old.bind(s)
     old.close()
     d = start(decode("--text", "-i", f"unix-listen:{s}"))
-    time.sleep(0.5)
+    listening(s)
     p = run(prefill("-o", f"unix:{s}"), lines([GOOD]))
     ok(p.returncode == 0 and end(d)[:2] == (0, want), "a stale socket is replaced")
     d = start(decode("--text", "-i", f"unix-listen:{s}"))
@@ -460,10 +470,12 @@ def sockets(tmp):
     got = end(d)
     ok(got[0] == 6 and len(got[2].splitlines()) == 1, "a reader that vanishes in mid stream: exit 6", got)
     for args in (["-i", f"unix-listen:{s}"], ["--connect-timeout", "60s", "-i", f"unix:{s}"]):
-        d = start(decode("--text", *args))
-        time.sleep(0.5)
-        d.send_signal(signal.SIGTERM)
-        ok(end(d, 10)[0] == 6 and not os.path.exists(s), f"SIGTERM while nobody comes ({args[-1].split(':')[0]}): exit 6, no name left")
+        for wait in (0, 0.5):           # before it waits, and while it does
+            d = start(decode("--text", *args))
+            handles_signals(d)
+            time.sleep(wait)
+            d.send_signal(signal.SIGTERM)
+            ok(end(d, 10)[0] == 6 and not os.path.exists(s), f"SIGTERM {'while' if wait else 'before'} nobody comes ({args[-1].split(':')[0]}): exit 6, no name left")
     for spec in ("unix-listen:/tmp/" + "x" * 200, f"unix-listen:{many}", f"unix-listen:{tmp}/no/such", f"unix:{tmp}/no/such", f"unix:{many}"):
         x = run(decode("--text", "--connect-timeout", "200ms", "-i", spec))
         ok(x.returncode in (1, 2) and len(x.stderr.splitlines()) == 1, f"{spec[:24]}...: one line", brief(x))
