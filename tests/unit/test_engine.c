@@ -413,6 +413,35 @@ static void test_resume_real(void **state)
     resume_on(model, 3, 13);
 }
 
+/* A run that fails before its choices were forked ends all of them, and gives everything back. */
+static void test_failed_choices(void **state)
+{
+    (void)state;
+    struct pd_err e;
+    struct pd_run *run;
+    struct pd_runtime rt = open_model("llama-q4_1", 1, NULL, NULL, 0, 0);
+    make_prompts(&rt);
+    struct pd_request r = sampling(5);
+    for (int prefill_only = 0; prefill_only < 2; prefill_only++)
+        for (uint32_t steps = 0; steps < 3; steps++) {      /* not begun, half the prompt, forked */
+            struct out got = { 0 };
+            struct pd_batch *b = new_batch(&rt, 40, 8);
+            struct pd_job j = { .req = &r, .prompt = prompts[2], .n_prompt = prompt_n[2], .user = &got, .prefill_only = prefill_only };
+            assert_in_range(prompt_n[2], 41, 80);
+            must(pd_batch_submit(b, &j, &run, &e), &e);
+            for (uint32_t i = 0; i < steps; i++)
+                must(pd_batch_step(b, &e), &e);
+            while (pd_batch_busy(b))
+                pd_batch_fail_oldest(b);
+            for (int c = 0; c < 3; c++)
+                assert_string_equal(got.reason[c], prefill_only && steps == 2 ? "prefilled" : "error");
+            assert_int_equal(pd_batch_stats(b).runs, 0);
+            pd_batch_free(b);
+            assert_int_equal(pd_pool_stats(rt.pool).used, 0);
+        }
+    pd_runtime_close(&rt);
+}
+
 static void test_limits(void **state)
 {
     (void)state;
@@ -450,7 +479,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_golden), cmocka_unit_test(test_same_bits), cmocka_unit_test(test_batch),
-        cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_resume_real), cmocka_unit_test(test_limits),
+        cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_resume_real), cmocka_unit_test(test_limits), cmocka_unit_test(test_failed_choices),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

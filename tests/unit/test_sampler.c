@@ -4,6 +4,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <cmocka.h>
+#include "../../libcommon/base/utf8.h"
 #include "../../libcommon/engine/runtime.h"
 #include "../../libcommon/engine/sampler.h"
 #include "../../libcommon/engine/text.h"
@@ -270,11 +271,61 @@ static void test_text(void **state)
     assert_false(t.stopped);
     assert_int_equal(t.text.n, 4);
     pd_text_free(&t);
+    memset(&t, 0, sizeof t);
+    stops[1] = (struct pd_str){ "q", 1 };   /* shorter than the other: what was let pass is not found again by the longer one's look back */
+    feed(&t, &r, "aq", 2, false);
+    feed(&t, &r, "bc", 2, true);
+    assert_false(t.stopped);
+    feed(&t, &r, "q", 1, true);
+    assert_true(t.stopped);
+    assert_int_equal(t.text.n, 4);
+    assert_memory_equal(t.text.p, "aqbc", 4);
+    pd_text_free(&t);
+}
+
+/* Tokens that are no whole characters, one by one. */
+static void test_echo(void **state)
+{
+    (void)state;
+    struct pd_err e;
+    for (int32_t id = 0; id < V; id++) {
+        struct pd_text t = { 0 };
+        int32_t two[] = { id, id };
+        assert_int_equal(pd_text_echo(&t, rt.model->tok, two, 2, &e), 0);
+        assert_int_equal(pd_utf8_invalid((const char *)t.text.p, t.text.n), -1);
+        assert_int_equal(t.raw.n, 0);
+        pd_text_free(&t);
+    }
+}
+
+/* Nothing is left to choose from. */
+static void test_banned(void **state)
+{
+    (void)state;
+    float *l = malloc((size_t)V * sizeof *l);
+    int32_t *all = malloc((size_t)V * sizeof *all), seq[] = { 5, 6, 7 };
+    for (int i = 0; i < V; i++)
+        all[i] = i;
+    static const struct { float temperature, top_p, min_p; int32_t top_k; } v[] = { { 0, 1, 0, 0 }, { 1, 1, 0, 0 }, { 1, 1, 0, 5 }, { 1, 0.5f, 0, 0 }, { 1, 1, 0.1f, 0 } };
+    for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
+        struct pd_request r = { .n = 1, .temperature = v[i].temperature, .top_p = v[i].top_p, .min_p = v[i].min_p, .top_k = v[i].top_k, .repetition_penalty = 1, .logprobs = 1,
+                                .min_tokens = 9, .stop_token_ids = all, .n_stop_token_ids = (uint32_t)V };
+        struct pd_sampled s;
+        make_logits(l, 3);
+        pd_sample(smp, &r, 0, seq, 3, 2, l, &s);
+        assert_int_equal(s.token, -1);
+        r.n_stop_token_ids--;       /* one is left */
+        make_logits(l, 3);
+        pd_sample(smp, &r, 0, seq, 3, 2, l, &s);
+        assert_int_equal(s.token, V - 1);
+    }
+    free(all);
+    free(l);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(test_uniform), cmocka_unit_test(test_distribution), cmocka_unit_test(test_cold),
-                                        cmocka_unit_test(test_penalties), cmocka_unit_test(test_text) };
+                                        cmocka_unit_test(test_penalties), cmocka_unit_test(test_text), cmocka_unit_test(test_echo), cmocka_unit_test(test_banned) };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
