@@ -70,6 +70,12 @@ class Engine:
         L.llama_memory_clear(L.llama_get_memory(self.ctx), True)
         self.n_past = 0
 
+    def back_to(self, n):
+        """Forgets what came after the first n tokens."""
+        if not L.llama_memory_seq_rm(L.llama_get_memory(self.ctx), 0, n, -1):
+            sys.exit("peer: llama.cpp cannot take tokens back")
+        self.n_past = n
+
     def fill(self, ids, every=False, last=True):
         """Up to 512 tokens for the next run(); logits are wanted of every one, of the last one, or of none."""
         assert 0 < len(ids) <= 512
