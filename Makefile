@@ -1,5 +1,5 @@
 # Build, test and install pd. `make` needs no network; `scripts/setup` installs what it needs.
-#   V=asan | tsan | fault   another build, under build/$(V)
+#   V=asan | tsan | fault   another build, under build/$(V); asan and fault have fault points (base/fault.h)
 #   PREFIX, DESTDIR         where `make install` puts things
 CC      ?= gcc
 V       ?=
@@ -17,11 +17,10 @@ ifeq ($(V),asan)
 FLAGS   += -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 else ifeq ($(V),tsan)
 FLAGS   += -fsanitize=thread
-else ifeq ($(V),fault)
-FLAGS   += -DPD_FAULT=1
-else ifneq ($(V),)
+else ifneq ($(filter-out fault,$(V)),)
 $(error V=$(V) is unknown (asan, tsan or fault))
 endif
+FAULT   := $(if $(filter asan fault,$(V)),-DPD_FAULT=1)
 
 # One source a kernel, built once for each instruction set; chosen at run time.
 ISA_scalar := -fno-tree-vectorize -fno-tree-slp-vectorize
@@ -31,27 +30,49 @@ ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf
 LIB_SRC := $(wildcard libcommon/*/*.c libcommon/model/family/*.c)
 CPU_COM := kernels/cpu/select.c
 CPU_ISA := $(filter-out $(CPU_COM),$(wildcard kernels/cpu/*.c))
-LIB_OBJ := $(LIB_SRC:%.c=$(B)/o/%.o) $(patsubst %.c,$(B)/o/%.o,$(wildcard $(CPU_COM))) \
-           $(foreach i,scalar avx2 avx512,$(CPU_ISA:%.c=$(B)/o/%.$(i).o))
+# V=fault compiles only what has fault points; the other objects (SHARED) are those of the plain build.
+SHARED  := $(if $(filter fault,$(V)),build,$(B))
+FAULTY  := $(shell grep -lE 'fault\.h|PD_FAULT' $(LIB_SRC))
+LIB_OBJ := $(FAULTY:%.c=$(B)/o/%.o) $(patsubst %.c,$(SHARED)/o/%.o,$(filter-out $(FAULTY),$(LIB_SRC)) $(wildcard $(CPU_COM))) \
+           $(foreach i,scalar avx2 avx512,$(CPU_ISA:%.c=$(SHARED)/o/%.$(i).o))
 CMDS    := $(patsubst cmd/%.c,$(B)/bin/%,$(wildcard cmd/pd-*.c))
 UNITS   := $(patsubst tests/unit/%.c,$(B)/unit/%,$(wildcard tests/unit/test_*.c))
+DRILLS  := $(filter $(B)/unit/test_fault_%,$(UNITS))
+ifeq ($(FAULT),)
+UNITS   := $(filter-out $(DRILLS),$(UNITS))
+else ifeq ($(V),fault)
+UNITS   := $(DRILLS)
+endif
 TOOLS   := $(patsubst tests/tools/%.c,$(B)/tools/%,$(wildcard tests/tools/*.c))
 FUZZ    := $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
 PLUGIN  := $(B)/hdf5-plugin/libH5Zzstd.so
 
-.PHONY: all lib units fuzz check check-long bench-engine demo install clean
+.PHONY: all lib units drills fuzz check check-long bench-engine demo install clean
 all: $(CMDS) $(PLUGIN)
 lib: $(B)/libpd.a
 units: $(UNITS) $(TOOLS)
+# What the tests need to make things fail: commands and units of V=fault, after the plain build whose objects they share.
+ifeq ($(V),)
+drills: all
+	@$(MAKE) --no-print-directory V=fault drills
+else
+drills: $(CMDS) $(UNITS)
+endif
 fuzz: $(FUZZ)
 
 $(B)/libpd.a: $(LIB_OBJ)
 	@rm -f $@; ar rcs $@ $(LIB_OBJ)
-$(B)/o/%.o: %.c
-	@mkdir -p $(@D)
-	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -c $< -o $@
+define c_rule
+$(1)/o/%.o: %.c
+	@mkdir -p $$(@D)
+	$$(CC) $$(FLAGS) $(2) $$(CFLAGS) -MMD -MP -c $$< -o $$@
+endef
+$(eval $(call c_rule,$(B),$(FAULT)))
+ifneq ($(SHARED),$(B))
+$(eval $(call c_rule,$(SHARED),))
+endif
 define isa_rule
-$(B)/o/kernels/cpu/%.$(1).o: kernels/cpu/%.c
+$(SHARED)/o/kernels/cpu/%.$(1).o: kernels/cpu/%.c
 	@mkdir -p $$(@D)
 	$$(CC) $$(FLAGS) $$(CFLAGS) -O3 $$(ISA_$(1)) -DPD_ISA=$(1) -MMD -MP -c $$< -o $$@
 endef
@@ -61,7 +82,7 @@ $(B)/bin/%: cmd/%.c $(B)/libpd.a
 	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -MF $(B)/o/$*.d $< -o $@ $(B)/libpd.a $(LIBS)
 $(B)/unit/%: tests/unit/%.c $(B)/libpd.a
 	@mkdir -p $(@D)
-	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -MF $(B)/unit/$*.d $< -o $@ $(B)/libpd.a -lcmocka $(LIBS)
+	$(CC) $(FLAGS) $(FAULT) $(CFLAGS) -MMD -MP -MF $(B)/unit/$*.d $< -o $@ $(B)/libpd.a -lcmocka $(LIBS)
 $(B)/tools/%: tests/tools/%.c $(B)/libpd.a
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -MF $(B)/tools/$*.d $< -o $@ $(B)/libpd.a $(LIBS)
@@ -89,9 +110,9 @@ $(PLUGIN): libcommon/kv/h5zstd_plugin/plugin.c libcommon/kv/h5zstd.c libcommon/k
 	@mkdir -p $(@D)
 	$(CC) $(filter-out -fsanitize% -fno-sanitize%,$(FLAGS)) $(CFLAGS) -shared $(filter %.c,$^) -o $@ $(shell pkg-config --libs libzstd)
 
-check: all units
+check: all units drills
 	B=$(B) V=$(V) scripts/run-tests
-check-long: all units
+check-long: all units drills
 	B=$(B) V=$(V) LONG=1 scripts/run-tests
 bench-engine: all
 	scripts/bench-engine
@@ -110,4 +131,4 @@ install: all
 clean:
 	rm -rf build
 
--include $(shell find $(B)/o $(B)/unit $(B)/tools build/fuzz/o -name '*.d' 2>/dev/null)
+-include $(shell find $(B)/o $(SHARED)/o $(B)/unit $(B)/tools build/fuzz/o -name '*.d' 2>/dev/null)

@@ -45,11 +45,23 @@ static void parse(void)
     }
 }
 
+/* How often each point was passed, for a drill that wants to fail every one of them: a line of PD_FAULT_COUNT's file. */
+__attribute__((destructor)) static void tell_counts(void)
+{
+    const char *path = getenv("PD_FAULT_COUNT");
+    FILE *f = path ? fopen(path, "ae") : NULL;
+    if (!f)
+        return;
+    for (int i = 0; i < N_POINTS; i++)
+        fprintf(f, "%s %ld%c", point_name[i], atomic_load(&passes[i]), i + 1 < N_POINTS ? ' ' : '\n');
+    fclose(f);
+}
+
 bool pd_fault(const char *point)
 {
     pthread_once(&parsed, parse);
     int i = point_index(point, strlen(point));
-    return i >= 0 && fail_at[i] && atomic_fetch_add(&passes[i], 1) + 1 == fail_at[i];
+    return i >= 0 && atomic_fetch_add(&passes[i], 1) + 1 == fail_at[i];
 }
 #else
 typedef int pd_fault_is_not_compiled_in;    /* ISO C wants something in every file */

@@ -1,7 +1,8 @@
-/* Named fault points: PD_FAULT=point:fail:N[,point:fail:N...] makes the N-th pass (from 1) through a point fail, once.
+/* Named fault points: PD_FAULT=point:fail:N[,point:fail:N...] makes the N-th pass (from 1) through a point fail, once. PD_FAULT_COUNT=FILE: at its end the
+ * process appends how often each point was passed.
  *
- * Points: malloc read write fsync mmap tmpfile. Compiled in by `make V=fault` only; elsewhere pd_fault is the constant false. The code at a point
- * behaves as if the system had refused: an allocation gives NULL, a system call fails with EIO (write: ENOSPC; tmpfile: a file system without unnamed files).
+ * Points: malloc read write fsync mmap tmpfile. Compiled in by `make V=fault` and V=asan only; elsewhere pd_fault is the constant false. The code at a point
+ * behaves as if the system had refused: an allocation gives NULL, a system call fails with EIO (write: ENOSPC; mmap: ENOMEM; tmpfile: a file system without unnamed files).
  */
 #ifndef PD_BASE_FAULT_H
 #define PD_BASE_FAULT_H

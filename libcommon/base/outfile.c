@@ -25,11 +25,9 @@ static const char *proc_name(int fd, char out[40])
 static int open_beside(struct pd_outfile *f, struct pd_err *e)
 {
     char proc[40];
-    char *dir = dir_of(f->path, e);
-    if (!dir)
+    if (!(f->dir = dir_of(f->path, e)))
         return PD_ENOMEM;
-    f->fd = pd_fault("tmpfile") ? (errno = EOPNOTSUPP, -1) : open(dir, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    pd_free(dir);
+    f->fd = pd_fault("tmpfile") ? (errno = EOPNOTSUPP, -1) : open(f->dir, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (f->fd >= 0 && !access(proc_name(f->fd, proc), F_OK))
         return 0;
     if (f->fd >= 0) {       /* no /proc: it could never get its name */
@@ -92,15 +90,13 @@ static int name_it(struct pd_outfile *f, struct pd_err *e)
 }
 
 /* The new name too outlives a loss of power; the bytes are down already, and some file systems refuse this. */
-static void sync_dir(const char *path)
+static void sync_dir(const char *dir)
 {
-    char *dir = dir_of(path, NULL);
-    int fd = dir ? open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd >= 0) {
         fsync(fd);
         close(fd);
     }
-    pd_free(dir);
 }
 
 int pd_outfile_commit(struct pd_outfile *f, struct pd_err *e)
@@ -118,7 +114,7 @@ int pd_outfile_commit(struct pd_outfile *f, struct pd_err *e)
     if (!rc) {
         pd_free(f->tmp);
         f->tmp = NULL;
-        sync_dir(f->path);
+        sync_dir(f->dir);
     }
     pd_outfile_abort(f);        /* what is left to free; after a failure the temporary goes too */
     return rc;
@@ -131,6 +127,7 @@ void pd_outfile_abort(struct pd_outfile *f)
     if (f->tmp)
         unlink(f->tmp);
     pd_free(f->path);
+    pd_free(f->dir);
     pd_free(f->tmp);
     *f = (struct pd_outfile){ .fd = -1 };
 }

@@ -8,7 +8,7 @@
 #ifndef PD_BASE_OUTFILE_H
 #define PD_BASE_OUTFILE_H
 #include "err.h"
-struct pd_outfile { char *path, *tmp; int fd; };        /* path: the target, links resolved; tmp: a name to remove, or NULL; fd: to read and write */
+struct pd_outfile { char *path, *dir, *tmp; int fd; };  /* path: the target, links resolved; tmp: a name to remove, or NULL; fd: to read and write */
 int pd_outfile_open(const char *path, struct pd_outfile *f, struct pd_err *e);
 int pd_outfile_commit(struct pd_outfile *f, struct pd_err *e);     /* fsync, rename, close; after a failure nothing stays but the old file */
 void pd_outfile_abort(struct pd_outfile *f);

@@ -78,7 +78,7 @@ int pd_dump_create(const char *path, struct pd_dump_w **out, struct pd_err *e)
     struct tm tm;
     unsigned version = PD_DUMP_VERSION;
     strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &tm));
-    bool ok = H5Zregister(&pd_h5z_class) >= 0 && pd_h5fd_set(fapl, w->out.fd, &w->sys) && H5Pset_libver_bounds(fapl, H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0 &&
+    bool ok = H5Zregister(&pd_h5z_class) >= 0 && pd_h5fd_set(fapl, w->out.fd, true, &w->sys) && H5Pset_libver_bounds(fapl, H5F_LIBVER_V110, H5F_LIBVER_V110) >= 0 &&
               H5Pset_meta_block_size(fapl, 1 << 20) >= 0 && H5Pset_fclose_degree(fapl, H5F_CLOSE_STRONG) >= 0 &&
               H5Pset_link_creation_order(gcpl, H5P_CRT_ORDER_TRACKED | H5P_CRT_ORDER_INDEXED) >= 0 &&
               (w->file = H5Fcreate(path, H5F_ACC_TRUNC, H5P_DEFAULT, fapl)) >= 0 && put_text(w->file, "format", PD_DUMP_FORMAT, strlen(PD_DUMP_FORMAT)) &&

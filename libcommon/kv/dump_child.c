@@ -1,6 +1,7 @@
 /* The reading child of dump files. A program that reads a dump runs itself again (/proc/self/exe) under the name PD_DUMP_READER; the constructor below sees
  * that name and never lets the program's own main begin. A fresh image has one thread, none of the parent's memory and an address space small enough to
  * limit, none of which a plain fork gives. It opens the file on descriptor 3, writes a record stream to 1 and, when it fails, a code byte and a message to 4. */
+#include <errno.h>
 #include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
@@ -441,10 +442,12 @@ static int read_file(struct child *c, const char *only)
 {
     H5G_info_t gi;
     hid_t file = -1, runs = -1, fapl = H5Pcreate(H5P_FILE_ACCESS);
-    int rc = 0;
+    int rc = 0, sys = 0;
     H5Pset_fclose_degree(fapl, H5F_CLOSE_STRONG);
-    if (!pd_h5fd_set(fapl, 3, NULL) || (file = H5Fopen(c->path, H5F_ACC_RDONLY, fapl)) < 0)
-        return bad(c, NULL, "cannot be opened as HDF5");
+    if (!pd_h5fd_set(fapl, 3, false, &sys) || (file = H5Fopen(c->path, H5F_ACC_RDONLY, fapl)) < 0) {
+        errno = sys;
+        return sys ? pd_fail_sys(&c->e, "cannot be opened") : bad(c, NULL, "cannot be opened as HDF5");
+    }
     if ((rc = expect_text(c, NULL, file, "format", PD_DUMP_FORMAT, strlen(PD_DUMP_FORMAT))) || (rc = expect_int(c, NULL, file, "version", PD_DUMP_VERSION)))
         return rc;
     if ((runs = open_group(file, "runs")) < 0 || H5Gget_info(runs, &gi) < 0 || gi.nlinks > MAX_RUNS)

@@ -6,7 +6,7 @@
 #include "../base/mem.h"
 #include "h5fd.h"
 
-struct info { int fd; int *sys; };
+struct info { int fd; bool write; int *sys; };
 struct file {
     H5FD_t pub;                 /* first: libhdf5's part */
     struct info in;
@@ -20,8 +20,10 @@ static H5FD_t *fd_open(const char *name, unsigned flags, hid_t fapl, haddr_t max
     if (!in || fstat(in->fd, &st) || ((flags & H5F_ACC_TRUNC) && ftruncate(in->fd, 0)))
         return NULL;
     struct file *f = pd_calloc(1, sizeof *f, "HDF5 file", NULL);
-    if (!f)
+    if (!f) {
+        *in->sys = ENOMEM;
         return NULL;
+    }
     f->in = *in;
     f->eof = flags & H5F_ACC_TRUNC ? 0 : (haddr_t)st.st_size;
     return &f->pub;
@@ -82,7 +84,7 @@ static herr_t fd_write(H5FD_t *p, H5FD_mem_t type, hid_t dxpl, haddr_t addr, siz
 {
     struct file *f = (struct file *)p;
     const uint8_t *from = buf;
-    if (!f->in.sys || addr > INT64_MAX)
+    if (!f->in.write || addr > INT64_MAX)
         return -1;
     if (!*f->in.sys && pd_fault("write"))
         *f->in.sys = ENOSPC;
@@ -108,7 +110,7 @@ static herr_t fd_write(H5FD_t *p, H5FD_mem_t type, hid_t dxpl, haddr_t addr, siz
 static herr_t fd_truncate(H5FD_t *p, hid_t dxpl, hbool_t closing)
 {
     struct file *f = (struct file *)p;
-    if (!f->in.sys)
+    if (!f->in.write)
         return 0;
     if (f->eoa != f->eof && !*f->in.sys && ftruncate(f->in.fd, (off_t)f->eoa))
         *f->in.sys = errno;
@@ -124,10 +126,10 @@ static const H5FD_class_t driver = {
     .truncate = fd_truncate, .fl_map = H5FD_FLMAP_DICHOTOMY,
 };
 
-bool pd_h5fd_set(hid_t fapl, int fd, int *sys)
+bool pd_h5fd_set(hid_t fapl, int fd, bool write, int *sys)
 {
     static hid_t id = -1;       /* one registration a process; libhdf5 itself is used by one thread at a time */
-    const struct info in = { fd, sys };
+    const struct info in = { fd, write, sys };
     if (id < 0)
         id = H5FDregister(&driver);
     return id >= 0 && H5Pset_driver(fapl, id, &in) >= 0;

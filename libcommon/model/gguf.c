@@ -320,8 +320,7 @@ static int map_file(struct pd_gguf *g, struct pd_err *e)
     if (st.st_size < 24)
         return pd_fail(e, PD_ECORRUPT, "%s: %lld bytes are too few for a GGUF file (24 at least)", g->path, (long long)st.st_size);
     g->size = (size_t)st.st_size;
-    errno = EIO;
-    void *map = pd_fault("mmap") ? MAP_FAILED : mmap(NULL, g->size, PROT_READ, MAP_SHARED, g->fd, 0);
+    void *map = pd_fault("mmap") ? (errno = ENOMEM, MAP_FAILED) : mmap(NULL, g->size, PROT_READ, MAP_SHARED, g->fd, 0);
     if (map == MAP_FAILED)
         return pd_fail_sys(e, "cannot map model %s (%zu bytes)", g->path, g->size);
     g->map = map;

@@ -10,6 +10,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <cmocka.h>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/lsan_interface.h>
+#endif
 #include "../../libcommon/trace/event.h"
 #include "../../libcommon/wire/endpoint.h"
 #include "../../libcommon/wire/json.h"
@@ -112,6 +115,10 @@ static int drill(const char *point, int (*what)(struct pd_err *), int want)
             int null = open("/dev/null", O_WRONLY);
             dup2(null, 2);
             int rc = what(&e);
+#ifdef __SANITIZE_ADDRESS__
+            if (__lsan_do_recoverable_leak_check())
+                _exit(80);
+#endif
             _exit(rc < 0 && !e.msg[0] ? 70 : rc < 0 ? -rc : rc > 0 ? 90 + rc : 0);
         }
         assert_int_equal(waitpid(pid, &status, 0), pid);
