@@ -1,14 +1,15 @@
 #include <signal.h>
+#include <stdatomic.h>
 #include <string.h>
 #include "stop.h"
 
-static volatile sig_atomic_t level;
+static atomic_int level;        /* lock-free; a handler may run in any thread, and the publisher asks too */
 
 static void on_signal(int sig)
 {
     (void)sig;
-    if (level < 2)
-        level++;
+    int was = atomic_load(&level);
+    while (was < 2 && !atomic_compare_exchange_weak(&level, &was, was + 1)) {}
 }
 
 void pd_stop_init(void)
@@ -24,4 +25,4 @@ void pd_stop_init(void)
     sigaction(SIGXFSZ, &sa, NULL);      /* EFBIG, likewise */
 }
 
-int pd_stop_level(void) { return level; }
+int pd_stop_level(void) { return atomic_load(&level); }
