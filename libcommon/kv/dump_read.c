@@ -51,7 +51,7 @@ static int spawn(struct pd_dump_r *r, int file, int out, int err, char *const ar
     posix_spawn_file_actions_t fa;
     posix_spawnattr_t at;
     sigset_t none, dfl;
-    char asan[256] = "ASAN_OPTIONS=detect_leaks=0";
+    char asan[] = "ASAN_OPTIONS=detect_leaks=0:handle_segv=0";      /* of V=asan: a crash is a crash there too */
     char *env[] = { "HDF5_PLUGIN_PRELOAD=::", asan, NULL, NULL };
 #ifdef PD_FAULT
     char fault[128];
