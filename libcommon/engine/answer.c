@@ -15,6 +15,8 @@ static void put(struct pd_decoder *d, const struct pd_buf *b, int rc, struct pd_
 static void put_token(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, uint32_t pos, const struct pd_sampled *t)
 {
     struct pd_dc_choice *c = &r->choice[choice];
+    if (d->fatal.code)          /* a token may be missing from what was kept */
+        return;
     struct pd_token rec = { .choice = choice, .pos = (int32_t)pos, .token = t->token, .has_logprob = t->has_logprob, .logprob = t->logprob, .top = t->top,
                             .n_top = t->n_top, .t_us = c->t_last - d->t0 };
     memcpy(rec.run, r->in.req.run, sizeof rec.run);
@@ -31,6 +33,8 @@ static void put_token(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice
 static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason)
 {
     struct pd_dc_choice *c = &r->choice[choice];
+    if (d->fatal.code)
+        return;
     uint32_t n = (uint32_t)(c->tokens.n / sizeof(int32_t));
     struct pd_result res = {
         .id = r->in.req.id, .choice = choice, .text = { c->text.text.p ? (const char *)c->text.text.p : "", c->text.text.n }, .tokens = (const int32_t *)(const void *)c->tokens.p,

@@ -508,6 +508,35 @@ def life_and_death(tmp):
     p.wait()
 
 
+def faults(tmp):
+    """Memory that runs out, reads and writes that fail: in the builds that can play them."""
+    reqs = [{"id": "a", "prompt": "hello there my friend", "max_tokens": 4, "n": 3, "logprobs": True, "top_logprobs": 2, "stop": ["zz"]}, {"id": "b", "token_ids": [5, 6, 7], "max_tokens": 1, "echo": True},
+            {"id": "c", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}]
+    want = {(r["id"], r.get("choice", 0)): r["tokens"] for r in results(run(decode("--format", "json"), lines(reqs)).stdout)}
+    kv, rng = run(prefill(), lines(reqs)).stdout, random.Random(1)
+    run(prefill("-o", f"{tmp}/f.h5"), lines(reqs))
+    ways = {"prefill": (prefill(), lines(reqs)), "decode": (decode("--format", "json"), kv), "aggregated": (decode("--format", "json", "--stream"), lines(reqs)),
+            "into a dump": (prefill("-o", f"{tmp}/g.h5"), lines(reqs)), "from a dump": (decode("--format", "json", "-i", f"{tmp}/f.h5"), b""), "text": (decode("--text"), kv)}
+    for name, (cmd, data) in ways.items():
+        env = dict(os.environ, PD_FAULT_COUNT=f"{tmp}/passes")
+        subprocess.run(cmd, input=data, env=env, stdout=subprocess.DEVNULL)
+        if not os.path.exists(f"{tmp}/passes"):
+            ok(True, f"faults, {name} # SKIP no fault points in this build")
+            continue
+        words, bad = open(f"{tmp}/passes").read().split(), []
+        os.unlink(f"{tmp}/passes")
+        for point, n in ((words[i], max(int(words[k + 1]) for k in range(0, len(words), 2) if words[k] == words[i])) for i in range(0, 12, 2)):
+            for at in sorted(rng.sample(range(1, n + 1), min(n, 1000 if LONG else 25))):
+                os.environ["PD_FAULT"] = f"{point}:fail:{at}"
+                x = run(cmd, data)
+                del os.environ["PD_FAULT"]
+                out = x.stdout[:x.stdout.rfind(b"\n") + 1] if "json" in cmd else b""
+                wrong = [r for r in results(out) if r["finish_reason"] != "error" and want[(r["id"], r.get("choice", 0))] != r["tokens"]]
+                if not sane(x) or wrong or (x.returncode and not x.stderr):
+                    bad.append((point, at, wrong, brief(x)))
+        ok(not bad, f"faults, {name}: told, never a crash, never a wrong token", bad[:3])
+
+
 def memory(tmp):
     """20,000 tiny requests: memory has its level after the first few thousand."""
     n = 20000 if LONG or not os.environ.get("V") else 2000
@@ -545,6 +574,7 @@ with tempfile.TemporaryDirectory() as folder:
     descriptors_and_files(folder)
     sockets(folder)
     life_and_death(folder)
+    faults(folder)
     memory(folder)
 print(f"1..{count}")
 sys.exit(failed > 0)
