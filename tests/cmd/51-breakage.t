@@ -8,34 +8,17 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 
-B = os.path.abspath(os.environ.get("B", "build"))
+import tap
+from tap import B, ok, results, run
+
 LONG = os.environ.get("LONG") == "1"
 MODEL = "testdata/tiny/llama-q4_1.gguf"
 SPM = "testdata/tiny/llama-spm.gguf"
 RUN = "01M8PAW1CACQM7WS4V0NE4983X"
 BLOCK = 16 * 2 * 2 * 2 * 16 * 2         # bytes of a KV block of MODEL: 16 tokens, 2 layers, K and V, 2 heads of 16, f16
-count = failed = 0
-
-
-def ok(cond, name, note=""):
-    global count, failed
-    count += 1
-    failed += not cond
-    print(f"{'ok' if cond else 'not ok'} {count} - {name}", flush=True)
-    if not cond:
-        print(f"# {str(note)[-2500:]}".replace("\n", "\n# "), file=sys.stderr, flush=True)
-
-
-def run(cmd, data=b"", timeout=120):
-    data = data.encode() if isinstance(data, str) else data
-    try:
-        return subprocess.run(cmd, input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=timeout)
-    except subprocess.TimeoutExpired as e:
-        return subprocess.CompletedProcess(cmd, -1, e.stdout or b"", (e.stderr or b"") + b"it hung")
 
 
 def sh(script):
@@ -64,10 +47,6 @@ def packed(recs):
 
 def sealed(recs):
     return run([f"{B}/tools/seal"], packed(recs)).stdout
-
-
-def results(out):
-    return [r for r in map(json.loads, filter(None, out.decode().split("\n"))) if r.get("pd") == "result"]
 
 
 def key(out):
@@ -576,5 +555,4 @@ with tempfile.TemporaryDirectory() as folder:
     life_and_death(folder)
     faults(folder)
     memory(folder)
-print(f"1..{count}")
-sys.exit(failed > 0)
+tap.done()

@@ -17,7 +17,7 @@ def ok(cond, name, note=""):
     failed += not cond
     print(f"{'ok' if cond else 'not ok'} {count} - {name}", flush=True)
     if not cond:
-        print(f"# {str(note)[-1500:]}".replace("\n", "\n# "), file=sys.stderr, flush=True)
+        print(f"# {str(note)[-2500:]}".replace("\n", "\n# "), file=sys.stderr, flush=True)
 
 
 def skip(name, why):
@@ -32,11 +32,14 @@ def done():
     sys.exit(failed > 0)
 
 
-def run(cmd, data=b"", env=None, **kw):
-    """A command to its end. env: variables to add."""
+def run(cmd, data=b"", env=None, timeout=300, **kw):
+    """A command to its end; status -1 when it hangs. env: variables to add."""
     if isinstance(data, str):
         data = data.encode()
-    return subprocess.run(cmd, input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300, env=dict(os.environ, **(env or {})), **kw)
+    try:
+        return subprocess.run(cmd, input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=timeout, env=dict(os.environ, **(env or {})), **kw)
+    except subprocess.TimeoutExpired as e:
+        return subprocess.CompletedProcess(cmd, -1, e.stdout or b"", (e.stderr or b"") + b"it hung")
 
 
 def prefill(*args, m=None):
@@ -56,7 +59,7 @@ def lines(reqs):
 
 
 def records(out):
-    return [json.loads(x) for x in out.decode().splitlines() if x]
+    return [json.loads(x) for x in out.decode().split("\n") if x]      # splitlines would split within a text too
 
 
 def results(out):
