@@ -284,7 +284,6 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
         if (open && d.n_active < limit) {
             int got = take_record(&d, in, pd_batch_busy(d.batch) && !stuck ? 0 : 500, e);
             if (got < 0) {
-                pd_err_prefix(e, "input");
                 pd_error("%s", e->msg);
                 d.status = pd_exit_worse(d.status, e->code);
             }

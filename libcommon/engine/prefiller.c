@@ -1,4 +1,3 @@
-#include <msgpack.h>
 #include "../base/clock.h"
 #include "../base/hash.h"
 #include "../base/log.h"
@@ -6,6 +5,7 @@
 #include "../base/stop.h"
 #include "../kv/handover.h"
 #include "../kv/prefix.h"
+#include "../wire/pack.h"
 #include "../wire/frame.h"
 #include "batch.h"
 #include "prefiller.h"
@@ -172,23 +172,19 @@ static int put_desc(struct prefiller *p, struct pf_run *r, bool offer, struct pd
 static int stage_times(struct pf_run *r, struct pd_err *e)
 {
     struct pd_run *run = r->run;
-    msgpack_sbuffer sb;
-    msgpack_packer pk;
-    msgpack_sbuffer_init(&sb);
-    msgpack_packer_init(&pk, &sb, msgpack_sbuffer_write);
     struct { const char *k; int64_t v; } f[] = {
         { "accept_us", run->t_submit - r->in.t_accept }, { "queue_us", run->t_start - run->t_submit }, { "prefill_us", run->t_first - run->t_start },
         { "total_us", run->t_first - r->in.t_accept },
     };
-    int bad = msgpack_pack_map(&pk, sizeof f / sizeof *f);
+    struct pd_packer k;
+    pd_pack_init(&k, &r->t, e);
+    msgpack_pack_map(&k.pk, sizeof f / sizeof *f);
     for (size_t i = 0; i < sizeof f / sizeof *f; i++) {
-        bad |= msgpack_pack_str(&pk, strlen(f[i].k)) | msgpack_pack_str_body(&pk, f[i].k, strlen(f[i].k));
-        bad |= msgpack_pack_int64(&pk, f[i].v < 0 ? 0 : f[i].v);
+        pd_pack_text(&k, f[i].k);
+        msgpack_pack_int64(&k.pk, f[i].v < 0 ? 0 : f[i].v);
     }
-    int rc = bad ? pd_fail(e, PD_ENOMEM, "out of memory for a descriptor") : pd_buf_add(&r->t, sb.data, sb.size, e);
-    msgpack_sbuffer_destroy(&sb);
     r->desc.t = (struct pd_bin){ r->t.p, r->t.n };
-    return rc;
+    return k.rc;
 }
 
 /* --- callbacks of the batch ----------------------------------------------------------------------------------------------------------------------- */
@@ -387,7 +383,6 @@ int pd_prefill_run(struct pd_runtime *rt, const struct pd_prefill_opts *o, struc
             if (got == 0)
                 open = false;
             else if (got < 0) {         /* the stream itself is broken: finish what came before it, then say so */
-                pd_err_prefix(e, "input");
                 pd_error("%s", e->msg);
                 p.status = pd_exit_worse(p.status, e->code);
                 open = false;

@@ -7,13 +7,7 @@ static int kv_dtype_of(const char *name, const struct pd_model *m, enum pd_dtype
 {
     if (!name)
         *t = m->numerics == PD_PK_F32 ? PD_F32 : PD_F16;
-    else if (!strcmp(name, "f16"))
-        *t = PD_F16;
-    else if (!strcmp(name, "bf16"))
-        *t = PD_BF16;
-    else if (!strcmp(name, "f32"))
-        *t = PD_F32;
-    else
+    else if (!pd_kv_dtype_parse(name, t))
         return pd_fail(e, PD_EUSAGE, "--kv-dtype: '%s' is unknown (f16, bf16 or f32)", name);
     return 0;
 }
