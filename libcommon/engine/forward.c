@@ -29,6 +29,13 @@ struct attn_task { uint32_t span; int kv_head; int row0, row1; int seg; size_t p
 
 static void *scratch_of(const struct pd_fwd *f, int tid) { return f->scratch + (size_t)tid * f->scratch_bytes; }
 
+/* Rows of a task in work that goes row by row: few rows are shared out too, many go in pieces of `most`. */
+static int rows_a_task(const struct pd_fwd *f, int rows, int most)
+{
+    int even = (rows + pd_threads_count(f->t) - 1) / pd_threads_count(f->t);
+    return even < most ? even : most;
+}
+
 /* --- matrices ------------------------------------------------------------------------------------------------------------------------------------- */
 
 struct prep_job { const struct pd_fwd *f; const struct pd_pmat *w; const float *x, *norm; size_t ldx; int n; size_t stride; int per; float *tmp; size_t ldt; };
@@ -57,7 +64,7 @@ static void prep_task(void *ctx, int task, int tid)
 /* Rows of x, normed first when `norm` is given, into the form that w wants. */
 static void prep(struct pd_fwd *f, const struct pd_pmat *w, const float *x, size_t ldx, const float *norm, int rows)
 {
-    struct prep_job j = { f, w, x, norm, ldx, rows, f->k->act_stride(w->pack, w->n_in_pad), 16, f->h, (size_t)f->c->n_embd };
+    struct prep_job j = { f, w, x, norm, ldx, rows, f->k->act_stride(w->pack, w->n_in_pad), rows_a_task(f, rows, 16), f->h, (size_t)f->c->n_embd };
     if (rows <= 4)
         prep_rows(&j, 0, rows);
     else
@@ -304,7 +311,7 @@ int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, void (
         const struct pd_layer_weights *w = &f->m->layer[l];
 
         gemm_parts(f, w->qkv, w->n_qkv, f->x, w->attn_norm, R, f->qkv, (size_t)f->qkv_dim);
-        struct rope_job rj = { f, spans, n_spans, l, 8, R };
+        struct rope_job rj = { f, spans, n_spans, l, rows_a_task(f, R, 8), R };
         if (R <= 4)
             for (int t = 0; t * rj.per < R; t++)
                 rope_task(&rj, t, 0);
@@ -317,7 +324,7 @@ int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, void (
         gemm(f, &w->o, R, f->x, (size_t)c->n_embd, 1);
 
         gemm_parts(f, w->gate_up, w->n_gate_up, f->x, w->ffn_norm, R, f->gu, 2 * (size_t)c->n_ff);
-        struct ffn_job fj = { f, &w->down, R, R <= 4 ? R : 8 };
+        struct ffn_job fj = { f, &w->down, R, R <= 2 ? R : rows_a_task(f, R, 8) };
         pd_threads_run(f->t, (R + fj.per - 1) / fj.per, silu_task, &fj);
         gemm(f, &w->down, R, f->x, (size_t)c->n_embd, 1);
     }
