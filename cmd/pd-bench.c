@@ -6,7 +6,7 @@
 static char *tests, *ids;
 static int reps = 5, all;
 static struct poptOption options[] = {
-    { "tests", '\0', POPT_ARG_STRING, &tests, 0, "engine: what to run (default pp128,pp512,pp2048,tg64 and the load, memory and hand-over rows)", "LIST" },
+    { "tests", '\0', POPT_ARG_STRING, &tests, 0, "engine: what to run (default " PD_BENCH_TESTS ", and the load, memory and hand-over rows)", "LIST" },
     { "reps", '\0', POPT_ARG_INT, &reps, 0, "engine: timed repetitions of each (default 5; the median counts)", "N" },
     { "all", '\0', POPT_ARG_NONE, &all, 0, "engine: with --tests, the load, memory and hand-over rows too", NULL },
     { "ids", '\0', POPT_ARG_STRING, &ids, 0, "logits: windows of token ids, one a line", "FILE" },
@@ -24,15 +24,16 @@ static int print_row(void *ctx, const struct pd_row *r, struct pd_err *e)
         fprintf(p->to, "{\"name\":\"%s\",\"value\":%.6g,\"unit\":\"%s\",\"goal\":", r->name, r->value, r->unit);
         r->has_goal ? fprintf(p->to, "%.6g,\"pass\":%s", r->goal, pass ? "true" : "false") : fprintf(p->to, "null,\"pass\":null");
         if (r->of_roof > 0)
-            fprintf(p->to, ",\"of_roofline\":%.4g", r->of_roof);
-        fprintf(p->to, ",\"n\":%d,\"threads\":%d,\"cpu\":\"%s\",\"weights\":\"%s\"}\n", r->n, p->threads, p->rt->k->name, p->rt->model->quant);
+            fprintf(p->to, ",\"of_roofline\":%.4g,\"roofline\":\"%s\"", r->of_roof, r->roof);
+        fprintf(p->to, ",\"n\":%d,\"threads\":%d,\"cpu\":\"%s\",\"weights\":\"%s\"}\n", r->n, r->threads ? r->threads : p->threads, p->rt->k->name, p->rt->model->quant);
     } else {
         char goal[32] = "";
         if (r->has_goal)
             snprintf(goal, sizeof goal, "%s %.4g", smaller_is_better ? "<=" : ">=", r->goal);
         if (r->of_roof > 0)
             snprintf(goal, sizeof goal, "%.1f %%", 100 * r->of_roof);
-        fprintf(p->to, "%-30s %12.2f %-10s %10s %-12s n=%d\n", r->name, r->value, r->unit, goal, r->has_goal ? pass ? "ok" : "MISSED" : r->of_roof > 0 ? "of roofline" : "", r->n);
+        fprintf(p->to, "%-30s %12.2f %-10s %10s %-12s n=%d\n", r->name, r->value, r->unit, goal,
+                r->has_goal ? pass ? "ok" : "MISSED" : r->of_roof > 0 ? *r->roof == 'r' ? "of roof_read" : "of roof_ops" : "", r->n);
     }
     return fflush(p->to) ? pd_fail_sys(e, "output") : 0;
 }
@@ -56,7 +57,7 @@ static int engine(struct pd_err *e)
     if (rows && (rc = pd_measure_roof(&rt, &roof, print_row, &p, e)) == 0)
         rc = pd_measure_load(&rt, open_bench, print_row, &p, e);
     if (rc == 0)
-        rc = pd_measure_engine(&rt, rows ? &roof : NULL, tests ? tests : "pp128,pp512,pp2048,tg64,tg64@b8", reps, print_row, &p, e);
+        rc = pd_measure_engine(&rt, rows ? &roof : NULL, tests, reps, print_row, &p, e);
     if (rc == 0 && rows)
         rc = pd_measure_handover(&g, 256 << 20, reps, print_row, &p, e);
     pd_runtime_close(&rt);
