@@ -172,7 +172,7 @@ bad:
     return pd_fail(e, PD_EUSAGE, "--tests: '%.*s' is no test (example: --tests pp512,tg64,tg64@d4096,tg64@b8,pp512@t1,tg64@busy)", (int)n, s);
 }
 
-/* What the test must do at the least, for each token: operations (two a multiply-add) of all matrices and the attention; bytes of weights and KV that are read. */
+/* What the test must do at the least, for each token: operations (two a multiply-add) of all matrices and the attention; bytes of weights and KV read. */
 static double ops_per_token(const struct pd_runtime *rt, const struct test *t)
 {
     const struct pd_config *c = &rt->model->cfg;
@@ -217,7 +217,8 @@ static int stop_busy(pid_t pid, const char *test, struct pd_err *e)
 }
 
 /* Runs the test on `threads`; t->value: tokens a second of all sequences, median. */
-static int run_test(struct pd_runtime *rt, struct pd_threads *threads, const struct pd_roof *roof, struct test *t, int reps, pd_row_fn *row, void *ctx, struct pd_err *e)
+static int run_test(struct pd_runtime *rt, struct pd_threads *threads, const struct pd_roof *roof, struct test *t, int reps, pd_row_fn *row, void *ctx,
+                    struct pd_err *e)
 {
     struct bench b;
     double v[64];

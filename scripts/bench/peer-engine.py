@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Time llama.cpp as pd-bench engine times pd: with the Python that scripts/bench/build-peer prints,
-    peer-engine.py MODEL THREADS TESTS REPS
-TESTS are ppN (a prompt of N random tokens, in micro-batches of 512, logits of the last token alone) and tgN (N tokens one after another),
-from an empty context or, with @dD, after D tokens; by commas. Flash attention, f16 KV. One JSON line a test, with the median of REPS after one warm-up."""
+    echo 'pp512 2 on 3' | peer-engine.py MODEL
+Reads lines `TEST THREADS FLASH REPS`, and answers each with a line of JSON; the first line of all tells the build and where the weights lie.
+TEST is ppN (a prompt of N random tokens, in micro-batches of 512, logits of the last token alone) or tgN (N tokens one after another), from an empty
+context or, with @dD, after D tokens, which are computed once; FLASH, attention, on or off; f16 KV. The value is the median of REPS, in tokens a second.
+Before these an untimed one, short when the same has been asked before. The model and the contexts stay, so an answer costs no more than its runs."""
 import json
 import os
 import random
@@ -14,47 +16,70 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import peer
 
+SHORT = {"pp": 64, "tg": 4}
+
+
+class Bench:
+    def __init__(self, path):
+        self.model = peer.Model(path)
+        self.engines = {}       # (flash, depth): a context that holds depth tokens
+        self.warm = set()
+        self.rng = random.Random(1)
+
+    def engine(self, flash, n, depth):
+        have = self.engines.get((flash, depth))
+        if have and have.room >= n + depth:
+            return have
+        if have:
+            have.free()
+        room = (max(n, 512) + depth + 255) // 256 * 256
+        e = self.engines[flash, depth] = peer.Engine(self.model, len(os.sched_getaffinity(0)), room, flash=flash, outputs=1)
+        e.room = room
+        for at in range(0, depth, 512):
+            e.fill(self.ids(e, min(512, depth - at)), last=False)
+            e.run()
+        e.pool.pause()
+        return e
+
+    def ids(self, e, n):
+        return [self.rng.randrange(e.vocab) for _ in range(n)]
+
+    def once(self, e, kind, n, depth):
+        """Seconds of one run. Filling ctypes arrays is our cost, not llama.cpp's."""
+        ids, step, spent = self.ids(e, n), 512 if kind == "pp" else 1, 0.0
+        e.back_to(depth)
+        for at in range(0, n, step):
+            part = ids[at:at + step]
+            e.fill(part, last=kind == "tg" or at + len(part) == n)
+            start = time.perf_counter()
+            e.run()
+            spent += time.perf_counter() - start
+        return spent
+
+    def answer(self, test, threads, flash, reps):
+        m = re.fullmatch(r"(pp|tg)(\d+)(?:@d(\d+))?", test)
+        if not m or flash not in ("on", "off"):
+            sys.exit(f"peer-engine: '{test} {threads} {flash} {reps}' is no question; ask ppN, tgN, ppN@dD or tgN@dD, threads, on or off, repetitions")
+        kind, n, depth = m[1], int(m[2]), int(m[3] or 0)
+        e = self.engine(flash == "on", n, depth)
+        e.use_threads(threads)
+        key = kind, n, depth, flash, threads
+        self.once(e, kind, min(n, SHORT[kind]) if key in self.warm else n, depth)
+        self.warm.add(key)
+        rates = [n / self.once(e, kind, n, depth) for _ in range(reps)]
+        e.pool.pause()
+        return {"test": test, "threads": threads, "flash": flash == "on", "value": statistics.median(rates), "unit": "tok/s", "n": reps,
+                "all": [round(r, 1) for r in rates]}
+
 
 def main():
-    path, threads, tests, reps = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), int(sys.argv[4])
-    peer.require_llamafile()
-    shape = {}
-    for test in tests:
-        m = re.fullmatch(r"(pp|tg)(\d+)(?:@d(\d+))?", test)
-        if not m:
-            sys.exit(f"peer-engine: unknown test '{test}'; use ppN, tgN, ppN@dD or tgN@dD")
-        shape[test] = m[1], int(m[2]), int(m[3] or 0)
-    longest = max(n + depth for _, n, depth in shape.values())
-    engine = peer.Engine(path, threads, (longest + 255) // 256 * 256 + 256)
-    rng = random.Random(1)
-    for test in tests:
-        kind, n, depth = shape[test]
-        rates = []
-        engine.clear()
-        for at in range(0, depth, 512):
-            engine.fill([rng.randrange(engine.vocab) for _ in range(min(512, depth - at))], last=False)
-            engine.run()
-        for rep in range(reps + 1):
-            ids = [rng.randrange(engine.vocab) for _ in range(n)]
-            engine.back_to(depth)
-            spent = 0.0
-            if kind == "pp":
-                for at in range(0, n, 512):
-                    part = ids[at:at + 512]
-                    engine.fill(part, last=at + len(part) == n)      # filling ctypes arrays is our cost, not llama.cpp's
-                    start = time.perf_counter()
-                    engine.run()
-                    spent += time.perf_counter() - start
-            else:
-                for t in ids:
-                    engine.fill([t])
-                    start = time.perf_counter()
-                    engine.run()
-                    spent += time.perf_counter() - start
-            if rep > 0:
-                rates.append(n / spent)
-        print(json.dumps({"test": test, "threads": threads, "value": statistics.median(rates), "unit": "tok/s", "n": reps,
-                          "all": [round(r, 1) for r in rates], "build": peer.build_id()}), flush=True)
+    path, = sys.argv[1:]
+    peer.require_best()
+    bench = Bench(path)
+    print(json.dumps({"build": peer.build_id(), "buffers": bench.model.buffers}), flush=True)
+    for line in sys.stdin:
+        test, threads, flash, reps = line.split()
+        print(json.dumps(bench.answer(test, int(threads), flash, int(reps))), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ check() {    # check NAME COMMAND...: passes if the command does
 }
 run() { "$@" >"$tmp/out" 2>"$tmp/err" </dev/null; got=$?; }
 empty() { [ ! -s "$1" ]; }
-echo 1..24
+echo 1..32
 
 # fetch-model
 export PD_CACHE=$tmp/cache
@@ -124,6 +124,74 @@ check "run-tests: a status other than 0 fails, and its stderr is shown" eval '[ 
 rm "$tmp/tree/build/unit/test_two"
 again PD_OFFLINE=1
 check "run-tests: a unit test that was not built is not passed over" eval '[ $got = 1 ] && grep -q "test_two is not built" "$tmp/err"'
+
+# vs-llama, on a tree with a pd, a llama.cpp and a requantize that give figures without computing
+v=$tmp/vs
+mkdir -p "$v/scripts/bench" "$v/build/bin" "$v/peers"
+cp scripts/bench/vs-llama "$v/scripts/bench/"
+stub() { cat >"$v/$1"; chmod +x "$v/$1"; }
+stub build/bin/pd-bench <<'END'
+#!/bin/bash
+while [ $# -gt 0 ]; do case $1 in --tests) t=$2 ;; -m) case $2 in *-as-*) w=${2##*-as-} w=${w%.gguf} ;; *) w=Q4_1 ;; esac ;; esac; shift; done
+echo "{\"name\":\"$t\",\"value\":450,\"weights\":\"$w\"}"
+grep -ls 'os.getppid() == us' /proc/[0-9]*/cmdline >/dev/null && echo "$t" >>build/busy
+exit 0
+END
+printf '#!/bin/sh\necho "$PWD/peers/$1"\n' | stub scripts/bench/build-peer
+stub scripts/requantize <<'END'
+END
+for kind in omp own; do
+    stub peers/$kind <<'END'
+#!/bin/bash
+case $1 in *requantize) echo GGUF >"$4"; exit 0 ;; esac
+echo '{"build":"stub","buffers":{"AMX":1}}'
+while read -r test threads flash reps; do
+    echo "${0##*/} $test $threads $flash $reps" >>build/asked
+    v=100; [ "${0##*/}" = own ] || v=97; [ $flash = on ] || v=50
+    echo "{\"value\":$v}"
+done
+END
+done
+vs() { rm -f "$v/build/busy" "$v/build/asked"; run env PD_CACHE="$v/cache" "$@"; }
+mkdir -p "$v/cache/models"
+vs "$v/scripts/bench/vs-llama" -m model.gguf --list
+check "vs-llama: its rows are those that the issue of speed has goals for" eval '
+    [ "$(grep -c goal "$tmp/out")" = 26 ] && [ "$(wc -l <"$tmp/out")" = 26 ] && grep -q "^Q8_0  tg64         2 threads  goal ratio >= 2$" "$tmp/out" &&
+    grep -q "^BF16  tg64         1 threads  goal ratio >= 1.2$" "$tmp/out" && grep -q "^Q4_1  tg64@busy    2 threads  goal share >= 0.4$" "$tmp/out"'
+vs "$v/scripts/bench/vs-llama" -m model.gguf --rounds 3 --weights Q4_1,Q8_0 --threads 2 --tests pp512,tg64 --patience 0 --noise 1 --format json
+check "vs-llama: a line a row, with goal and verdict, and the count" eval '
+    [ $got = 0 ] && [ "$(wc -l <"$tmp/out")" = 4 ] && grep -q "^3 of 4 goals reached" "$tmp/err" && cmp -s "$tmp/out" "$v/build/bench/vs-llama.jsonl" &&
+    grep -q "^{\"weights\": \"Q4_1\", \"test\": \"pp512\", \"threads\": 2, \"pd\": 450.*, \"llama\": 100.*, \"ratio\": 4.5, \"goal\": 5, .*\"pass\": false, .*\"llama_build\": \"stub\"}$" "$tmp/out" &&
+    grep -q "^{\"weights\": \"Q8_0\", \"test\": \"pp512\".*\"goal\": 4, .*\"pass\": true" "$tmp/out"'
+check "vs-llama: flash attention off was far behind and is asked once, the near thread back end in every round" eval '
+    [ "$(grep -c "omp tg64 2 off 3" "$v/build/asked")" = 2 ] && [ "$(grep -c "omp tg64 2 on 3" "$v/build/asked")" = 6 ] && [ "$(grep -c "own tg64 2 on 3" "$v/build/asked")" = 6 ]'
+vs BENCH_STRICT=1 "$v/scripts/bench/vs-llama" -m model.gguf --rounds 1 --tests pp512 --weights Q4_1 --threads 2 --noise 1
+check "vs-llama: BENCH_STRICT=1 and a goal missed: status 1, a line to read" eval '[ $got = 1 ] && grep -q "^Q4_1 .*x 4.50  goal >= 5 MISSED" "$tmp/out"'
+vs "$v/scripts/bench/vs-llama" -m model.gguf --rounds 2 --tests tg64@busy --weights Q4_1 --threads 2 --noise 1
+check "vs-llama: every second figure of pd is taken beside the competitor, which is gone in the end" eval '
+    [ $got = 0 ] && [ "$(cat "$v/build/busy")" = "tg64
+tg64" ] && grep -q "goal share >= 0.4 ok, alone 450 and 100: shares 1.00 and 1.00" "$tmp/out" && ! grep -qs "os.getppid() == us" /proc/[0-9]*/cmdline'
+printf '#!/bin/sh\nkill -ILL $$\n' | stub peers/omp
+vs "$v/scripts/bench/vs-llama" -m model.gguf --rounds 1 --tests pp512 --weights Q4_1 --threads 2 --noise 1
+check "vs-llama: a llama.cpp that dies is named, with the signal" eval '[ $got = 1 ] && grep -q "llama.cpp (omp) ended by signal 4 (Illegal instruction)" "$tmp/err"'
+
+# peer.py, over a llama.cpp that says of its build what it is told to
+mkdir "$tmp/py"
+cat >"$tmp/py/llama_cpp.py" <<'END'
+import os
+llama_log_callback = lambda f: f
+llama_log_set = lambda *a: None
+llama_print_system_info = lambda: os.environ["INFO"].encode()
+END
+touch "$tmp/py/numpy.py"
+echo 'flags		: fpu avx2 avx512f avx512_vnni amx_int8' >"$tmp/cpuinfo"
+built() { INFO="$1" PYTHONPATH=$tmp/py:scripts/bench run "$PD_PY" -c 'import peer, sys; peer.require_best(sys.argv[1])' "$tmp/cpuinfo"; }
+built "CPU : AVX2 = 1 | AVX512 = 1 | AVX512_VNNI = 1 | AMX_INT8 = 1 | REPACK = 1 | "
+check "peer: a build without llamafile is refused, with the remedy" eval '[ $got = 1 ] && grep -q "without llamafile.*scripts/bench/build-peer" "$tmp/err"'
+built "CPU : AVX2 = 1 | AVX512 = 1 | LLAMAFILE = 1 | "
+lacks=$(cat "$tmp/err")
+built "CPU : AVX2 = 1 | AVX512 = 1 | AVX512_VNNI = 1 | AMX_INT8 = 1 | LLAMAFILE = 1 | "
+check "peer: so is one that was not built for this CPU, and what it lacks is named" eval '[ $got = 0 ] && echo "$lacks" | grep -q "it lacks AVX512_VNNI, AMX_INT8; build it with"'
 
 # completion
 mkdir "$tmp/pd"
