@@ -343,7 +343,7 @@ int pd_measure_load(struct pd_runtime *rt, pd_open_fn *reopen, pd_row_fn *row, v
         return rc;
     if ((rc = run_rows(&b, 0, 1, 0, rt->chunk, rt->chunk, true, e)) == 0) {
         double rss = (double)(status_kib("RssAnon:") + status_kib("RssShmem:")) * 1024;
-        double over = (rss - (double)rt->model->packed_bytes - (double)pd_pool_stats(rt->pool).slab_bytes) / (1 << 20);
+        double over = (rss - (double)(rt->model->packed_bytes + rt->model->embd_bytes) - (double)pd_pool_stats(rt->pool).slab_bytes) / (1 << 20);
         struct pd_row r = { .name = "memory_beyond_weights_and_kv", .value = over, .unit = "MiB", .goal = 100, .has_goal = true, .n = 1 };
         rc = row(ctx, &r, e);
     }

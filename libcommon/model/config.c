@@ -186,7 +186,9 @@ static int factors_from_tensor(const struct pd_gguf *g, struct pd_rope *r, struc
         return pd_fail(e, PD_ECORRUPT, "%s: rope_freqs.weight is %s with %" PRIu64 " elements, expected F32 with %d", g->path, pd_ggml_type_name(t->type), t->ne[0], r->n_rot / 2);
     if (!r->freq_factors && !(r->freq_factors = pd_calloc((size_t)r->n_rot / 2, sizeof *r->freq_factors, "rope factors", e)))
         return PD_ENOMEM;
-    memcpy(r->freq_factors, t->data, t->bytes);
+    int rc = pd_gguf_read(g, t->at, r->freq_factors, t->bytes, e);
+    if (rc)
+        return rc;
     for (int i = 0; i < r->n_rot / 2; i++)
         if (!isfinite(r->freq_factors[i]) || r->freq_factors[i] < 1e-6f)
             return pd_fail(e, PD_ECORRUPT, "%s: rope_freqs.weight[%d] is %g, it must be finite and positive", g->path, i, (double)r->freq_factors[i]);

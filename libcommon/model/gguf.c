@@ -4,7 +4,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include "../base/clock.h"
@@ -13,7 +12,7 @@
 #include "gguf.h"
 
 /* The one reader of the header: `at` never passes `end`, and each step asks first. */
-struct cursor { const uint8_t *map; size_t at, end, size; const char *path; struct pd_err *e; };
+struct cursor { struct pd_gguf *g; size_t at, end; const char *path; struct pd_err *e; };
 
 static const struct { const char *name; size_t size; } value_types[] = {
     [PD_GT_U8] = { "u8", 1 }, [PD_GT_I8] = { "i8", 1 }, [PD_GT_U16] = { "u16", 2 }, [PD_GT_I16] = { "i16", 2 }, [PD_GT_U32] = { "u32", 4 },
@@ -23,6 +22,7 @@ static const struct { const char *name; size_t size; } value_types[] = {
 #define N_VALUE_TYPES (sizeof value_types / sizeof *value_types)
 #define MIN_KV 13           /* bytes: an empty key's length, the value's type, one byte */
 #define MIN_TENSOR 32       /* an empty name's length, n_dims, one dimension, type, offset */
+#define READ_AHEAD (256u << 10)         /* bytes of header read beyond what is asked for */
 
 struct pd_gguf_shown pd_gguf_show(struct pd_str v)
 {
@@ -37,53 +37,103 @@ struct pd_gguf_shown pd_gguf_show(struct pd_str v)
 static uint32_t load32(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 static uint64_t load64(const uint8_t *p) { uint64_t v; memcpy(&v, p, 8); return v; }
 
-/* The next n bytes, or NULL with the error filled. */
-static const uint8_t *take(struct cursor *c, uint64_t n, const char *field)
+int pd_gguf_read(const struct pd_gguf *g, uint64_t at, void *buf, size_t n, struct pd_err *e)
+{
+    uint8_t *to = buf;
+    while (n) {
+        ssize_t k = pd_fault("read") ? (errno = EIO, -1) : pread(g->fd, to, n, (off_t)at);
+        if (k < 0 && errno == EINTR)
+            continue;
+        if (k < 0)
+            return pd_fail_sys(e, "%s: cannot read at byte %" PRIu64, g->path, at);
+        if (!k)
+            return pd_fail(e, PD_ECORRUPT, "%s: the file ends at byte %" PRIu64 " now, it had %" PRIu64 " when it was opened: it was cut short meanwhile; put the whole file "
+                           "there under another name, then rename it", g->path, at, g->size);
+        to += k;
+        at += (uint64_t)k;
+        n -= (size_t)k;
+    }
+    return 0;
+}
+
+static int64_t ns_of(struct timespec t) { return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec; }
+
+int pd_gguf_unchanged(const struct pd_gguf *g, struct pd_err *e)
+{
+    struct stat st;
+    if (fstat(g->fd, &st))
+        return pd_fail_sys(e, "cannot stat model %s", g->path);
+    if ((uint64_t)st.st_size != g->size || ns_of(st.st_mtim) != g->mtime_ns)
+        return pd_fail(e, PD_ECORRUPT, "%s: the file was written to while it was read (%" PRIu64 " bytes then, %lld now): what was loaded may be of two models; put the new file there "
+                       "under another name, then rename it", g->path, g->size, (long long)st.st_size);
+    return 0;
+}
+
+/* The header up to `need` in memory, some of what follows with it. */
+static int fill(struct cursor *c, size_t need)
+{
+    struct pd_gguf *g = c->g;
+    size_t upto = c->end - need > READ_AHEAD ? need + READ_AHEAD : c->end;
+    if (need <= g->n_head)
+        return 0;
+    int rc = pd_gguf_read(g, g->n_head, g->head + g->n_head, upto - g->n_head, c->e);
+    if (!rc)
+        g->n_head = upto;
+    return rc;
+}
+
+/* The next n bytes in *p. */
+static int take(struct cursor *c, uint64_t n, const char *field, const uint8_t **p)
 {
     if (n > c->end - c->at) {
-        if (c->end < c->size)
-            pd_fail(c->e, PD_ECORRUPT, "%s: %s at byte %zu runs past %zu bytes of header, more than any model needs: the file is damaged", c->path, field, c->at, c->end);
-        else
-            pd_fail(c->e, PD_ECORRUPT, "%s: %s at byte %zu needs %" PRIu64 " bytes, %zu are left: the file is cut short or damaged, fetch it again",
-                    c->path, field, c->at, n, c->end - c->at);
-        return NULL;
+        if (c->end < c->g->size)
+            return pd_fail(c->e, PD_ECORRUPT, "%s: %s at byte %zu runs past %zu bytes of header, more than any model needs: the file is damaged", c->path, field, c->at, c->end);
+        return pd_fail(c->e, PD_ECORRUPT, "%s: %s at byte %zu needs %" PRIu64 " bytes, %zu are left: the file is cut short or damaged, fetch it again",
+                       c->path, field, c->at, n, c->end - c->at);
     }
-    c->at += n;
-    return c->map + c->at - n;
+    int rc = fill(c, c->at + n);
+    *p = c->g->head + c->at;
+    if (!rc)
+        c->at += n;
+    return rc;
 }
 
 static int take_u32(struct cursor *c, const char *field, uint32_t *v)
 {
-    const uint8_t *p = take(c, 4, field);
-    *v = p ? load32(p) : 0;
-    return p ? 0 : PD_ECORRUPT;
+    const uint8_t *p;
+    int rc = take(c, 4, field, &p);
+    *v = rc ? 0 : load32(p);
+    return rc;
 }
 
 static int take_u64(struct cursor *c, const char *field, uint64_t *v)
 {
-    const uint8_t *p = take(c, 8, field);
-    *v = p ? load64(p) : 0;
-    return p ? 0 : PD_ECORRUPT;
+    const uint8_t *p;
+    int rc = take(c, 8, field, &p);
+    *v = rc ? 0 : load64(p);
+    return rc;
 }
 
 static int take_str(struct cursor *c, const char *field, uint64_t max, struct pd_str *s)
 {
+    const uint8_t *p;
     uint64_t n;
     size_t at = c->at;
-    if (take_u64(c, field, &n))
-        return PD_ECORRUPT;
+    int rc = take_u64(c, field, &n);
+    if (rc)
+        return rc;
     if (n > max)
         return pd_fail(c->e, PD_ECORRUPT, "%s: the length of %s at byte %zu is %" PRIu64 ", the most is %" PRIu64, c->path, field, at, n, max);
-    s->n = n;
-    s->p = (const char *)take(c, n, field);
-    return s->p ? 0 : PD_ECORRUPT;
+    rc = take(c, n, field, &p);
+    *s = (struct pd_str){ (const char *)p, n };
+    return rc;
 }
 
 /* A count is believed only as far as the file could hold that many. */
 static int check_count(struct cursor *c, const char *field, size_t at, uint64_t n, uint64_t min_bytes, uint64_t max)
 {
-    if (n > (c->end - c->at) / min_bytes)
-        return pd_fail(c->e, PD_ECORRUPT, "%s: %s at byte %zu is %" PRIu64 ", more than the %zu bytes after it can hold: the file is damaged", c->path, field, at, n, c->end - c->at);
+    if (n > (c->g->size - c->at) / min_bytes)
+        return pd_fail(c->e, PD_ECORRUPT, "%s: %s at byte %zu is %" PRIu64 ", more than the %" PRIu64 " bytes after it can hold: the file is damaged", c->path, field, at, n, c->g->size - c->at);
     if (n > max)
         return pd_fail(c->e, PD_ECORRUPT, "%s: %s at byte %zu is %" PRIu64 ", the most is %" PRIu64, c->path, field, at, n, max);
     return 0;
@@ -116,6 +166,7 @@ static uint32_t *table_slot(uint32_t *slots, size_t mask, uint64_t seed, const v
 
 static int parse_value(struct cursor *c, struct pd_gguf_kv *kv, const char *key)
 {
+    const uint8_t *p;
     char field[96];
     int rc;
     snprintf(field, sizeof field, "the value of '%s'", key);
@@ -138,9 +189,9 @@ static int parse_value(struct cursor *c, struct pd_gguf_kv *kv, const char *key)
             return rc;
         snprintf(field, sizeof field, "an element of '%s'", key);
     }
-    kv->data = c->map + c->at;
+    kv->data = c->g->head + c->at;
     if (kv->elem_type != PD_GT_STR)
-        return take(c, kv->count * value_types[kv->elem_type].size, field) ? 0 : PD_ECORRUPT;       /* count <= 2^21 */
+        return take(c, kv->count * value_types[kv->elem_type].size, field, &p);     /* count <= 2^21 */
     struct pd_str s;
     for (uint64_t i = 0; i < kv->count; i++)
         if ((rc = take_str(c, field, PD_GGUF_MAX_HEADER, &s)))
@@ -172,20 +223,21 @@ static int parse_metadata(struct pd_gguf *g, struct cursor *c, uint64_t n_kv)
 /* --- tensors --- */
 
 /* Bytes of the tensor, every product checked: a wrapped one passes each later test. */
-static int tensor_bytes(struct cursor *c, struct pd_gguf_tensor *t, const char *name, size_t at)
+static int tensor_bytes(struct cursor *c, struct pd_gguf_tensor *t, const char *name)
 {
+    uint64_t at = t->entry;
     const struct pd_dtype_traits *ty = pd_dtype_traits(t->type);
     if (!ty)
-        return pd_fail(c->e, PD_EINCOMPAT, "%s: tensor '%s' at byte %zu has type %u (%s); supported are " PD_DTYPE_LIST, c->path, name, at, t->type, pd_ggml_type_name(t->type));
+        return pd_fail(c->e, PD_EINCOMPAT, "%s: tensor '%s' at byte %" PRIu64 " has type %u (%s); supported are " PD_DTYPE_LIST, c->path, name, at, t->type, pd_ggml_type_name(t->type));
     uint64_t n = 1;
     for (int i = 0; i < 4; i++)
         if (t->ne[i] == 0 || t->ne[i] > INT64_MAX || __builtin_mul_overflow(n, t->ne[i], &n) || n > INT64_MAX)
-            return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %zu: dimensions %" PRIu64 " x %" PRIu64 " x %" PRIu64 " x %" PRIu64 " are %s", c->path, name, at,
+            return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %" PRIu64 ": dimensions %" PRIu64 " x %" PRIu64 " x %" PRIu64 " x %" PRIu64 " are %s", c->path, name, at,
                            t->ne[0], t->ne[1], t->ne[2], t->ne[3], t->ne[i] ? "more than 2^63 elements" : "empty");
     if (t->ne[0] % (uint64_t)ty->block)
-        return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %zu: rows of %" PRIu64 " elements are no multiple of %s's block of %d", c->path, name, at, t->ne[0], ty->name, ty->block);
+        return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %" PRIu64 ": rows of %" PRIu64 " elements are no multiple of %s's block of %d", c->path, name, at, t->ne[0], ty->name, ty->block);
     if (__builtin_mul_overflow(n / (uint64_t)ty->block, (uint64_t)ty->block_bytes, &t->bytes))
-        return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %zu: %" PRIu64 " elements overflow the size", c->path, name, at, n);
+        return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %" PRIu64 ": %" PRIu64 " elements overflow the size", c->path, name, at, n);
     return 0;
 }
 
@@ -193,7 +245,7 @@ static int tensor_bytes(struct cursor *c, struct pd_gguf_tensor *t, const char *
 static int parse_tensor(struct cursor *c, struct pd_gguf_tensor *t, uint64_t *rel)
 {
     uint32_t n_dims;
-    size_t at = c->at;
+    t->entry = c->at;
     int rc = take_str(c, "a tensor's name", 63, &t->name);
     if (rc)
         return rc;
@@ -201,7 +253,7 @@ static int parse_tensor(struct cursor *c, struct pd_gguf_tensor *t, uint64_t *re
     if ((rc = take_u32(c, "a tensor's n_dims", &n_dims)))
         return rc;
     if (n_dims < 1 || n_dims > 4)
-        return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %zu has %u dimensions, 1 to 4 are possible", c->path, name.s, at, n_dims);
+        return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %" PRIu64 " has %u dimensions, 1 to 4 are possible", c->path, name.s, t->entry, n_dims);
     t->n_dims = (int)n_dims;
     for (uint32_t i = 0; i < 4; i++) {
         t->ne[i] = 1;
@@ -210,7 +262,7 @@ static int parse_tensor(struct cursor *c, struct pd_gguf_tensor *t, uint64_t *re
     }
     if ((rc = take_u32(c, "a tensor's type", &t->type)) || (rc = take_u64(c, "a tensor's offset", rel)))
         return rc;
-    return tensor_bytes(c, t, name.s, at);
+    return tensor_bytes(c, t, name.s);
 }
 
 struct span { uint64_t begin, end; const struct pd_gguf_tensor *t; };
@@ -230,11 +282,11 @@ static int place_tensors(struct pd_gguf *g, struct cursor *c, uint64_t alignment
         struct pd_gguf_shown name = pd_gguf_show(t->name);
         uint64_t rel = sp[i].begin;
         if (rel % alignment)
-            return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s': offset %" PRIu64 " is no multiple of the alignment %" PRIu64, c->path, name.s, rel, alignment);
+            return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %" PRIu64 ": offset %" PRIu64 " is no multiple of the alignment %" PRIu64, c->path, name.s, t->entry, rel, alignment);
         if (rel > room || t->bytes > room - rel)
-            return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s': %" PRIu64 " bytes at offset %" PRIu64 " (byte %" PRIu64 " of the file) pass the end at %zu: the file is cut short or damaged, fetch it again",
-                           c->path, name.s, t->bytes, rel, rel > room ? UINT64_MAX : g->data_off + rel, g->size);
-        t->data = g->map + g->data_off + rel;
+            return pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %" PRIu64 ": %" PRIu64 " bytes at offset %" PRIu64 " (byte %" PRIu64 " of the file) pass the end at %" PRIu64
+                           ": the file is cut short or damaged, fetch it again", c->path, name.s, t->entry, t->bytes, rel, rel > room ? UINT64_MAX : g->data_off + rel, g->size);
+        t->at = g->data_off + rel;
         sp[i].end = rel + t->bytes;
         sp[i].t = t;
     }
@@ -256,12 +308,11 @@ static int parse_tensors(struct pd_gguf *g, struct cursor *c, uint64_t n_tensors
         goto out;
     for (; g->n_tensors < n_tensors; g->n_tensors++) {
         struct pd_gguf_tensor *t = &g->tensor[g->n_tensors];
-        size_t at = c->at;
         if ((rc = parse_tensor(c, t, &sp[g->n_tensors].begin)))
             goto out;
         uint32_t *slot = table_slot(g->tensor_slot, g->tensor_mask, g->seed, g->tensor, sizeof *g->tensor, t->name);
         if (*slot) {
-            rc = pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %zu occurs twice", c->path, pd_gguf_show(t->name).s, at);
+            rc = pd_fail(c->e, PD_ECORRUPT, "%s: tensor '%s' at byte %" PRIu64 " occurs twice", c->path, pd_gguf_show(t->name).s, t->entry);
             goto out;
         }
         *slot = (uint32_t)g->n_tensors + 1;
@@ -276,7 +327,7 @@ static int parse_tensors(struct pd_gguf *g, struct cursor *c, uint64_t n_tensors
     g->data_off = (c->at + (uint64_t)alignment - 1) / (uint64_t)alignment * (uint64_t)alignment;
     if (g->data_off > g->size) {
         if (n_tensors) {
-            rc = pd_fail(c->e, PD_ECORRUPT, "%s: the tensor data would begin at byte %" PRIu64 ", the file ends at %zu: it is cut short, fetch it again", c->path, g->data_off, g->size);
+            rc = pd_fail(c->e, PD_ECORRUPT, "%s: the tensor data would begin at byte %" PRIu64 ", the file ends at %" PRIu64 ": it is cut short, fetch it again", c->path, g->data_off, g->size);
             goto out;
         }
         g->data_off = g->size;          /* a file of keys alone need not pad */
@@ -289,9 +340,17 @@ out:
 
 static int parse(struct pd_gguf *g, struct pd_err *e)
 {
-    struct cursor c = { g->map, 4, g->size, g->size, g->path, e };
+    size_t most = g->size < PD_GGUF_MAX_HEADER ? (size_t)g->size : PD_GGUF_MAX_HEADER;
+    struct cursor c = { g, 0, most, g->path, e };
     uint64_t n_tensors, n_kv;
+    const uint8_t *magic;
     int rc;
+    if (!(g->head = pd_calloc(most, 1, "a model's header", e)))         /* pages that are not read into are not used */
+        return PD_ENOMEM;
+    if ((rc = take(&c, 4, "the magic", &magic)))
+        return rc;
+    if (memcmp(magic, "GGUF", 4))
+        return pd_fail(e, PD_ECORRUPT, "%s: bytes 0 to 3 are '%s', not 'GGUF': give a GGUF file", g->path, pd_gguf_show((struct pd_str){ (const char *)magic, 4 }).s);
     if ((rc = take_u32(&c, "the version", &g->version)))
         return rc;
     if (g->version != 2 && g->version != 3)
@@ -300,14 +359,12 @@ static int parse(struct pd_gguf *g, struct pd_err *e)
     if ((rc = take_u64(&c, "n_tensors", &n_tensors)) || (rc = take_u64(&c, "n_kv", &n_kv)) ||
         (rc = check_count(&c, "n_tensors", 8, n_tensors, MIN_TENSOR, PD_GGUF_MAX_ENTRIES)) || (rc = check_count(&c, "n_kv", 16, n_kv, MIN_KV, PD_GGUF_MAX_ENTRIES)))
         return rc;
-    if (c.end > PD_GGUF_MAX_HEADER)
-        c.end = PD_GGUF_MAX_HEADER;     /* a header that runs on would be read in whole before it is refused */
     if ((rc = parse_metadata(g, &c, n_kv)))
         return rc;
     return parse_tensors(g, &c, n_tensors);
 }
 
-static int map_file(struct pd_gguf *g, struct pd_err *e)
+static int open_file(struct pd_gguf *g, struct pd_err *e)
 {
     struct stat st;
     g->fd = open(g->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);      /* a FIFO must not block; it is refused below */
@@ -319,13 +376,8 @@ static int map_file(struct pd_gguf *g, struct pd_err *e)
         return pd_fail(e, PD_EFAIL, "model %s is not a regular file; give the path of a GGUF file", g->path);
     if (st.st_size < 24)
         return pd_fail(e, PD_ECORRUPT, "%s: %lld bytes are too few for a GGUF file (24 at least)", g->path, (long long)st.st_size);
-    g->size = (size_t)st.st_size;
-    void *map = pd_fault("mmap") ? (errno = ENOMEM, MAP_FAILED) : mmap(NULL, g->size, PROT_READ, MAP_SHARED, g->fd, 0);
-    if (map == MAP_FAILED)
-        return pd_fail_sys(e, "cannot map model %s (%zu bytes)", g->path, g->size);
-    g->map = map;
-    if (memcmp(g->map, "GGUF", 4))
-        return pd_fail(e, PD_ECORRUPT, "%s: bytes 0 to 3 are '%s', not 'GGUF': give a GGUF file", g->path, pd_gguf_show((struct pd_str){ (const char *)g->map, 4 }).s);
+    g->size = (uint64_t)st.st_size;
+    g->mtime_ns = ns_of(st.st_mtim);
     return 0;
 }
 
@@ -338,7 +390,7 @@ int pd_gguf_open(const char *path, struct pd_gguf **out, struct pd_err *e)
         return rc;
     g->fd = -1;
     g->seed = (uint64_t)pd_mono_ns() ^ (uintptr_t)g;        /* names are chosen by a stranger: their collisions should not be */
-    if (!(g->path = pd_strndup(path, strlen(path), e)) || (rc = map_file(g, e)) || (rc = parse(g, e))) {
+    if (!(g->path = pd_strndup(path, strlen(path), e)) || (rc = open_file(g, e)) || (rc = parse(g, e))) {
         pd_gguf_close(g);
         return rc;
     }
@@ -350,8 +402,7 @@ void pd_gguf_close(struct pd_gguf *g)
 {
     if (!g)
         return;
-    if (g->map)
-        munmap((void *)(uintptr_t)g->map, g->size);
+    pd_free(g->head);
     if (g->fd >= 0)
         close(g->fd);
     pd_free(g->kv);

@@ -123,24 +123,17 @@ static void pack_unpacked(const struct pd_pmat *m, const struct pd_dtype_traits 
         }
 }
 
-/* Group g of a matrix; false: a number in it is not finite, *bad is the tensor. */
-static bool pack_group(const struct pd_pack_job *job, int g, const struct pd_gguf_tensor **bad)
+static size_t row_bytes(const struct pd_gguf_tensor *t)
 {
-    const struct pd_pmat *m = job->m;
-    uint64_t row = (uint64_t)g * GROUP;
-    int s = 0;
-    while (row >= job->src[s]->ne[1])
-        row -= job->src[s++]->ne[1];
-    const struct pd_gguf_tensor *t = job->src[s];
     const struct pd_dtype_traits *ty = pd_dtype_traits(t->type);
-    size_t stride = (size_t)m->n_in / (size_t)ty->block * (size_t)ty->block_bytes;
-    int rows = t->ne[1] - row < GROUP ? (int)(t->ne[1] - row) : GROUP;
-    const uint8_t *src = t->data + row * stride;
+    return (size_t)t->ne[0] / (size_t)ty->block * (size_t)ty->block_bytes;
+}
+
+/* Group g of a matrix from its rows as they are stored. */
+static void pack_group(const struct pd_pmat *m, int g, const struct pd_gguf_tensor *t, const uint8_t *src, int rows)
+{
+    size_t stride = row_bytes(t);
     uint8_t *dst = m->data + (size_t)g * m->group_bytes;
-    if (!all_finite(src, (size_t)rows * (size_t)m->n_in, ty)) {
-        *bad = t;
-        return false;
-    }
     if (rows < GROUP || m->n_in < m->n_in_pad)
         memset(dst, 0, m->group_bytes);
     switch (t->type) {
@@ -150,9 +143,33 @@ static bool pack_group(const struct pd_pack_job *job, int g, const struct pd_ggu
     case PD_Q4_0: pack_q4(dst, src, stride, rows, m->n_in / 32, 1); break;
     case PD_Q4_1: pack_q4(dst, src, stride, rows, m->n_in / 32, 2); break;
     case PD_Q8_0: pack_q8_0(dst, src, stride, rows, m->n_in / 32); break;
-    default: pack_unpacked(m, ty, dst, src, stride, rows);
+    default: pack_unpacked(m, pd_dtype_traits(t->type), dst, src, stride, rows);
     }
-    return true;
+}
+
+static float load_f32(const uint8_t *p) { float f; memcpy(&f, p, 4); return f; }
+
+void pd_pack_row(const struct pd_pmat *m, int o, float *out)
+{
+    const uint8_t *p = m->data + (size_t)(o / GROUP) * m->group_bytes;
+    size_t lane = (size_t)(o % GROUP), elem = m->scale_f32 ? 4 : 2, sub = (size_t)m->sub;
+    if (m->pack == PD_PK_F32 || m->pack == PD_PK_F16 || m->pack == PD_PK_BF16) {
+        for (size_t k = 0; k < (size_t)m->n_in; k++)
+            out[k] = m->pack == PD_PK_F32 ? load_f32(p + (k * GROUP + lane) * 4) : m->pack == PD_PK_F16 ? pd_half_to_float(load16(p + (k * GROUP + lane) * 2))
+                                          : pd_bf16_to_float(load16(p + (k / 2 * GROUP + lane) * 4 + k % 2 * 2));
+        return;
+    }
+    size_t ints = sub * GROUP / (m->pack == PD_PK_U4 ? 2 : 1), step = ints + GROUP * elem * (m->has_min ? 2 : 1);
+    for (size_t k = 0; k < (size_t)m->n_in; k += sub, p += step) {
+        const uint8_t *d = p + ints + lane * elem, *min = d + GROUP * elem;
+        float scale = m->scale_f32 ? load_f32(d) : pd_half_to_float(load16(d)), base = !m->has_min ? 0 : m->scale_f32 ? load_f32(min) : pd_half_to_float(load16(min));
+        for (size_t r = 0; r < sub; r++) {
+            int u = m->pack == PD_PK_U4 ? p[r / 8 * 128 + lane * 4 + r % 4] >> (r % 8 / 4 * 4) & 15 : p[r / 4 * 128 + lane * 4 + r % 4];
+            out[k + r] = scale * (float)(u - m->off);
+            if (m->has_min)
+                out[k + r] += base;         /* adding 0 would lose the sign of a zero */
+        }
+    }
 }
 
 /* --- shapes --- */
@@ -190,57 +207,82 @@ int pd_pack_shape(const struct pd_pack_job *job, struct pd_err *e)
 /* --- all of them, in parallel --- */
 
 struct task { const struct pd_pack_job *job; int g0, g1; };
-struct work { struct task *task; const struct pd_gguf_tensor *_Atomic bad; };
+struct work { const struct pd_gguf *g; struct task *task; uint8_t *buf; size_t buf_bytes; atomic_bool failed; struct pd_err err; };   /* buf [threads]; err: of the first that failed */
+
+static int not_finite(const struct work *w, const struct pd_gguf_tensor *t, uint64_t at, const uint8_t *p, size_t n, struct pd_err *e)
+{
+    const struct pd_dtype_traits *ty = pd_dtype_traits(t->type);
+    size_t i = 0;
+    while (i + (size_t)ty->block < n && all_finite(p + i / (size_t)ty->block * (size_t)ty->block_bytes, (size_t)ty->block, ty))
+        i += (size_t)ty->block;
+    return pd_fail(e, PD_ECORRUPT, "%s: tensor '%s' holds a %s that is not finite at byte %" PRIu64 ": the file is damaged or was converted wrongly", w->g->path, pd_gguf_show(t->name).s,
+                   ty->quantised ? "scale" : "weight", at + i / (size_t)ty->block * (size_t)ty->block_bytes);
+}
+
+/* Groups [g0, g1), those of one tensor at a time. */
+static int pack_groups(const struct work *w, const struct task *t, uint8_t *buf, struct pd_err *e)
+{
+    for (int g = t->g0; g < t->g1; ) {
+        uint64_t row = (uint64_t)g * GROUP;
+        int s = 0, rc;
+        while (row >= t->job->src[s]->ne[1])
+            row -= t->job->src[s++]->ne[1];
+        const struct pd_gguf_tensor *src = t->job->src[s];
+        uint64_t rows = src->ne[1] - row, most = (uint64_t)(t->g1 - g) * GROUP;
+        size_t stride = row_bytes(src);
+        rows = rows < most ? rows : most;
+        if ((rc = pd_gguf_read(w->g, src->at + row * stride, buf, rows * stride, e)))
+            return rc;
+        if (!all_finite(buf, rows * src->ne[0], pd_dtype_traits(src->type)))
+            return not_finite(w, src, src->at + row * stride, buf, rows * src->ne[0], e);
+        for (uint64_t r = 0; r < rows; r += GROUP, g++)
+            pack_group(t->job->m, g, src, buf + r * stride, (int)(rows - r < GROUP ? rows - r : GROUP));
+    }
+    return 0;
+}
 
 static void run_task(void *ctx, int i, int tid)
 {
     struct work *w = ctx;
-    const struct task *t = &w->task[i];
-    const struct pd_gguf_tensor *bad = NULL;
-    if (t->job->m) {
-        for (int g = t->g0; g < t->g1 && !bad; g++)
-            pack_group(t->job, g, &bad);
-    } else {
-        const struct pd_gguf_tensor *s = t->job->src[0];
-        const struct pd_dtype_traits *ty = pd_dtype_traits(s->type);
-        size_t stride = (size_t)s->ne[0] / (size_t)ty->block * (size_t)ty->block_bytes;
-        uint64_t r0 = (uint64_t)t->g0 * GROUP, r1 = (uint64_t)t->g1 * GROUP;
-        if (!all_finite(s->data + r0 * stride, (size_t)(((r1 < s->ne[1] ? r1 : s->ne[1]) - r0) * s->ne[0]), ty))
-            bad = s;
+    struct pd_err e;
+    if (!atomic_load(&w->failed) && pack_groups(w, &w->task[i], w->buf + (size_t)tid * w->buf_bytes, &e) && !atomic_exchange(&w->failed, true))
+        w->err = e;
+}
+
+static int groups_a_task(const struct pd_pack_job *j) { return j->m->group_bytes >= TASK_BYTES ? 1 : (int)(TASK_BYTES / j->m->group_bytes); }
+
+int pd_pack_run(const struct pd_gguf *g, const struct pd_pack_job *jobs, int n_jobs, struct pd_threads *threads, struct pd_err *e)
+{
+    struct work w = { .g = g };
+    size_t n_threads = threads ? (size_t)pd_threads_count(threads) : 1;
+    int n = 0, rc = PD_ENOMEM;
+    for (int j = 0; j < n_jobs; j++) {
+        size_t bytes = (size_t)groups_a_task(&jobs[j]) * GROUP * row_bytes(jobs[j].src[0]);     /* joined tensors have rows of one length */
+        w.buf_bytes = bytes > w.buf_bytes ? bytes : w.buf_bytes;
+        n += (jobs[j].m->n_groups + groups_a_task(&jobs[j]) - 1) / groups_a_task(&jobs[j]);
     }
-    if (bad)
-        atomic_store(&w->bad, bad);
-}
-
-static int job_groups(const struct pd_pack_job *j) { return j->m ? j->m->n_groups : (int)((j->src[0]->ne[1] + GROUP - 1) / GROUP); }
-
-static int groups_a_task(const struct pd_pack_job *j)
-{
-    size_t bytes = j->m ? j->m->group_bytes : GROUP * (size_t)j->src[0]->ne[0];
-    return bytes >= TASK_BYTES ? 1 : (int)(TASK_BYTES / bytes);
-}
-
-int pd_pack_run(const struct pd_pack_job *jobs, int n_jobs, struct pd_threads *threads, struct pd_err *e)
-{
-    struct work w = { 0 };
-    int n = 0;
-    for (int j = 0; j < n_jobs; j++)
-        n += (job_groups(&jobs[j]) + groups_a_task(&jobs[j]) - 1) / groups_a_task(&jobs[j]);
-    if (!(w.task = pd_calloc((size_t)n, sizeof *w.task, "packing tasks", e)))
-        return PD_ENOMEM;
+    w.buf_bytes = (w.buf_bytes + 63) / 64 * 64;
+    if (!(w.task = pd_calloc((size_t)n, sizeof *w.task, "packing tasks", e)) || !(w.buf = pd_alloc_aligned(n_threads * w.buf_bytes, "weights as they are read", e)))
+        goto out;
     n = 0;
     for (int j = 0; j < n_jobs; j++) {
-        int all = job_groups(&jobs[j]), step = groups_a_task(&jobs[j]);
-        for (int g = 0; g < all; g += step)
-            w.task[n++] = (struct task){ &jobs[j], g, g + step < all ? g + step : all };
+        int all = jobs[j].m->n_groups, step = groups_a_task(&jobs[j]);
+        for (int i = 0; i < all; i += step)
+            w.task[n++] = (struct task){ &jobs[j], i, i + step < all ? i + step : all };
     }
     if (threads)
         pd_threads_run(threads, n, run_task, &w);
     else
         for (int i = 0; i < n; i++)
             run_task(&w, i, 0);
+    rc = 0;
+    if (atomic_load(&w.failed)) {
+        rc = w.err.code;
+        if (e)
+            *e = w.err;
+    }
+out:
     pd_free(w.task);
-    const struct pd_gguf_tensor *bad = atomic_load(&w.bad);
-    return bad ? pd_fail(e, PD_ECORRUPT, "tensor '%s' holds a %s that is not finite: the file is damaged or was converted wrongly", pd_gguf_show(bad->name).s,
-                         pd_dtype_traits(bad->type)->quantised ? "scale" : "weight") : 0;
+    pd_free(w.buf);
+    return rc;
 }

@@ -1,3 +1,4 @@
+#include <fcntl.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -24,10 +25,10 @@ static int check_shape(const struct pd_model *m, const struct pd_family_tensor *
 {
     uint64_t ne0 = pd_config_dim(&m->cfg, ft->ne0), ne1 = pd_config_dim(&m->cfg, ft->ne1);
     if (t->ne[0] != ne0 || t->ne[1] != ne1 || t->ne[2] != 1 || t->ne[3] != 1)
-        return pd_fail(e, PD_ECORRUPT, "%s: tensor '%s' is %" PRIu64 " x %" PRIu64 ", the model's hyperparameters make it %" PRIu64 " x %" PRIu64, m->gguf->path,
-                       pd_gguf_show(t->name).s, t->ne[0], t->ne[1], ne0, ne1);
+        return pd_fail(e, PD_ECORRUPT, "%s: tensor '%s' at byte %" PRIu64 " is %" PRIu64 " x %" PRIu64 ", the model's hyperparameters make it %" PRIu64 " x %" PRIu64, m->gguf->path,
+                       pd_gguf_show(t->name).s, t->entry, t->ne[0], t->ne[1], ne0, ne1);
     if (ft->ne1 == PD_D_ONE && pd_dtype_traits(t->type)->quantised)
-        return pd_fail(e, PD_EINCOMPAT, "%s: tensor '%s' has type %s; a vector must be F32, F16 or BF16", m->gguf->path, pd_gguf_show(t->name).s, pd_ggml_type_name(t->type));
+        return pd_fail(e, PD_EINCOMPAT, "%s: tensor '%s' at byte %" PRIu64 " has type %s; a vector must be F32, F16 or BF16", m->gguf->path, pd_gguf_show(t->name).s, t->entry, pd_ggml_type_name(t->type));
     return 0;
 }
 
@@ -62,8 +63,8 @@ static int find_tensors(struct load *l, struct pd_err *e)
             rc = find_tensor(l, &f->tensor[i], j, seen, e);
     for (size_t i = 0; i < g->n_tensors && !rc; i++)
         if (!seen[i])
-            rc = pd_fail(e, PD_EINCOMPAT, "%s: tensor '%s' is not part of a %s model of %d layers as it is supported here", g->path, pd_gguf_show(g->tensor[i].name).s, f->arch,
-                         l->m->cfg.n_layers);
+            rc = pd_fail(e, PD_EINCOMPAT, "%s: tensor '%s' at byte %" PRIu64 " is not part of a %s model of %d layers as it is supported here", g->path, pd_gguf_show(g->tensor[i].name).s,
+                         g->tensor[i].entry, f->arch, l->m->cfg.n_layers);
     pd_free(seen);
     return rc;
 }
@@ -73,13 +74,19 @@ static int find_tensors(struct load *l, struct pd_err *e)
 /* A norm's weights as floats. */
 static int load_vector(struct pd_model *m, const struct pd_gguf_tensor *t, float **out, struct pd_err *e)
 {
-    if (!(*out = pd_arena_alloc(&m->arena, t->ne[0], sizeof **out, e)))
-        return PD_ENOMEM;
-    pd_dtype_traits(t->type)->dequant(t->data, *out, (int64_t)t->ne[0]);
-    for (uint64_t i = 0; i < t->ne[0]; i++)
+    const struct pd_dtype_traits *ty = pd_dtype_traits(t->type);
+    void *stored = pd_calloc(t->bytes, 1, "a norm's weights", e);
+    int rc = PD_ENOMEM;
+    if (!stored || !(*out = pd_arena_alloc(&m->arena, t->ne[0], sizeof **out, e)) || (rc = pd_gguf_read(m->gguf, t->at, stored, t->bytes, e)))
+        goto out;
+    ty->dequant(stored, *out, (int64_t)t->ne[0]);
+    for (uint64_t i = 0; i < t->ne[0] && !rc; i++)
         if (!isfinite((*out)[i]))
-            return pd_fail(e, PD_ECORRUPT, "%s: tensor '%s' holds a weight that is not finite (element %" PRIu64 ")", m->gguf->path, pd_gguf_show(t->name).s, i);
-    return 0;
+            rc = pd_fail(e, PD_ECORRUPT, "%s: tensor '%s' holds a weight that is not finite at byte %" PRIu64 ": the file is damaged or was converted wrongly", m->gguf->path,
+                         pd_gguf_show(t->name).s, t->at + i * (uint64_t)ty->block_bytes);
+out:
+    pd_free(stored);
+    return rc;
 }
 
 /* Matrices of the roles first..first+n-1, one below the other wherever they join: *mats of them, fewer than n if fused. */
@@ -123,11 +130,10 @@ static int plan(struct load *l, struct pd_err *e)
     for (int i = 0; i < m->cfg.n_layers; i++)
         if ((rc = plan_layer(l, i, e)))
             return rc;
-    m->embd = l->global[PD_T_EMBD];
-    m->embd_type = pd_dtype_traits(m->embd->type);
-    l->job[l->n_jobs++] = (struct pd_pack_job){ &m->head, { m->cfg.tied ? m->embd : l->global[PD_T_OUTPUT] }, 1 };
+    l->job[l->n_jobs++] = (struct pd_pack_job){ &m->head, { l->global[m->cfg.tied ? PD_T_EMBD : PD_T_OUTPUT] }, 1 };
     if (!m->cfg.tied)
-        l->job[l->n_jobs++] = (struct pd_pack_job){ NULL, { m->embd }, 1 };     /* not packed, but looked through for what is not finite */
+        l->job[l->n_jobs++] = (struct pd_pack_job){ &m->embd_own, { l->global[PD_T_EMBD] }, 1 };
+    m->embd = m->cfg.tied ? &m->head : &m->embd_own;
     return 0;
 }
 
@@ -139,8 +145,6 @@ static int place(struct load *l, struct pd_err *e)
     int rc;
     for (int i = 0; i < l->n_jobs; i++) {
         struct pd_pmat *w = l->job[i].m;
-        if (!w)
-            continue;
         if ((rc = pd_pack_shape(&l->job[i], e)))
             return pd_err_prefix(e, "%s", m->gguf->path), rc;
         if (!pd_mul_size((size_t)w->n_groups, w->group_bytes, &bytes) || !pd_add_size(total, (bytes + 63) / 64 * 64, &total))
@@ -155,8 +159,10 @@ static int place(struct load *l, struct pd_err *e)
     total = 0;
     for (int i = 0; i < l->n_jobs; i++) {
         struct pd_pmat *w = l->job[i].m;
-        if (!w)
-            continue;
+        if (w == &m->embd_own) {        /* the last */
+            m->embd_bytes = m->packed_bytes - total;
+            m->packed_bytes = total;
+        }
         w->data = m->packed + total;
         total += ((size_t)w->n_groups * w->group_bytes + 63) / 64 * 64;
     }
@@ -170,7 +176,7 @@ static void describe(struct load *l)
     uint32_t most = 0;
     bool seen[PD_PK_U4 + 1] = { false };
     for (int i = 0; i < l->n_jobs; i++) {
-        if (!l->job[i].m)
+        if (l->job[i].m == &l->m->embd_own)
             continue;
         uint32_t type = l->job[i].src[0]->type;
         count[type] += (uint64_t)l->job[i].m->n_out * (uint64_t)l->job[i].m->n_in;
@@ -193,12 +199,8 @@ int pd_weights_load(struct pd_model *m, struct pd_threads *threads, struct pd_er
         goto out;
     if ((rc = find_tensors(&l, e)) || (rc = plan(&l, e)) || (rc = place(&l, e)))
         goto out;
-    /* A cold file should be read ahead, and once packed its pages need not stay mapped; what embedding rows need comes back a page at a time. */
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), from = g->data_off / page * page;
-    madvise((void *)(uintptr_t)(g->map + from), g->size - from, MADV_WILLNEED);
-    if ((rc = pd_pack_run(l.job, l.n_jobs, threads, e)))
-        pd_err_prefix(e, "%s", g->path);
-    madvise((void *)(uintptr_t)(g->map + from), g->size - from, MADV_DONTNEED);
+    posix_fadvise(g->fd, (off_t)g->data_off, 0, POSIX_FADV_WILLNEED);       /* a cold file should be read ahead */
+    rc = pd_pack_run(g, l.job, l.n_jobs, threads, e);
     describe(&l);
 out:
     pd_free(l.layer);
@@ -213,8 +215,7 @@ void pd_model_embed(const struct pd_model *m, int32_t token, float *out)
             out[i] = NAN;
         return;
     }
-    size_t row = (size_t)m->cfg.n_embd / (size_t)m->embd_type->block * (size_t)m->embd_type->block_bytes;
-    m->embd_type->dequant(m->embd->data + (size_t)token * row, out, m->cfg.n_embd);
+    pd_pack_row(m->embd, token, out);
 }
 
 /* --- the whole model --- */
@@ -262,8 +263,10 @@ int pd_model_open(const char *path, const struct pd_model_opts *o, struct pd_mod
     if (!o->no_weights && (rc = pd_weights_load(m, o->threads, e)))
         goto out;
     m->times.pack_ms = lap(&t);
-    if ((rc = make_revision(m, o, e)))
+    if ((rc = make_revision(m, o, e)) || (rc = pd_gguf_unchanged(m->gguf, e)))
         goto out;
+    pd_gguf_close(m->gguf);
+    m->gguf = NULL;
     m->times.digest_ms = lap(&t);
     m->load_ms = (double)(t - start) / 1000;
     pd_info("%s: %s, %zu MB packed; parse %.1f ms, text %.1f ms, pack %.1f ms, digest %.1f ms", m->revision, m->quant, m->packed_bytes / 1000000, m->times.parse_ms,

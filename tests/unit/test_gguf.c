@@ -46,7 +46,7 @@ static int open_bytes(const void *p, size_t n, struct pd_gguf **g, struct pd_err
     gb_file(p, n, &fd, path);
     memset(e, 0, sizeof *e);
     int rc = pd_gguf_open(path, g, e);
-    close(fd);          /* the map and its own descriptor stay */
+    close(fd);          /* its own descriptor stays */
     return rc;
 }
 
@@ -123,7 +123,7 @@ static void a_good_file_gives_what_it_holds(void **state)
         const struct pd_gguf_tensor *t = pd_gguf_tensor(g, "quant");
         assert_non_null(t);
         assert_true(t->ne[0] == 64 && t->ne[1] == 16 && t->ne[2] == 1 && t->n_dims == 2 && t->bytes == 64 / 32 * 34 * 16);
-        assert_ptr_equal(t->data + t->bytes, g->map + g->size);
+        assert_true(t->at + t->bytes == g->size && t->entry > 24 && t->entry < g->data_off);
         assert_null(pd_gguf_tensor(g, "quan"));
         pd_gguf_close(g);
     }
@@ -146,7 +146,7 @@ static void a_key_too_many(struct gb *b) { gb_set64(b, 16, 16); }
 static void long_key(struct gb *b) { gb_set64(b, 24, 1ull << 62); }
 static void key_to_the_end(struct gb *b) { gb_set64(b, 24, 60000); }
 static void long_string(struct gb *b) { gb_set64(b, place(b, "llama") - 8, UINT64_MAX); }       /* CVE-2024-23496 */
-static void string_past_end(struct gb *b) { gb_set64(b, place(b, "llama") - 8, 50000000); }
+static void string_past_end(struct gb *b) { gb_set64(b, place(b, "llama") - 8, 5000000); }
 static void bad_value_type(struct gb *b) { gb_set32(b, place(b, "llama") - 12, 13); }
 static void nested_array(struct gb *b) { gb_set32(b, place(b, "strs") + 8, PD_GT_ARR); }
 static void bad_element_type(struct gb *b) { gb_set32(b, place(b, "strs") + 8, 99); }           /* CVE-2024-21825 */
@@ -211,7 +211,7 @@ static const struct { const char *name; void (*spoil)(struct gb *b); int code; c
     { "key of 2^62", long_key, PD_ECORRUPT, "a key at byte 24" },
     { "key to the end", key_to_the_end, PD_ECORRUPT, "a key at byte 32 needs 60000 bytes" },
     { "string of 2^64-1", long_string, PD_ECORRUPT, "'general.architecture'" },
-    { "string past the end", string_past_end, PD_ECORRUPT, "'general.architecture' at byte 64 needs 50000000" },
+    { "string past the end", string_past_end, PD_ECORRUPT, "'general.architecture' at byte 64 needs 5000000 bytes" },
     { "value type 13", bad_value_type, PD_ECORRUPT, "the type of 'general.architecture' at byte 52 is 13" },
     { "array of arrays", nested_array, PD_ECORRUPT, "the element type of 'strs'" },
     { "element type 99", bad_element_type, PD_ECORRUPT, "is 99" },
@@ -296,7 +296,7 @@ static void any_byte_may_be_anything(void **state)
                 assert_true(rc < 0 && e.code == rc && e.msg[0]);
             else
                 for (size_t i = 0; i < g->n_tensors; i++)
-                    assert_true(g->tensor[i].data >= g->map + g->data_off && g->tensor[i].bytes <= (uint64_t)(g->map + g->size - g->tensor[i].data));
+                    assert_true(g->tensor[i].at >= g->data_off && g->tensor[i].at <= g->size && g->tensor[i].bytes <= g->size - g->tensor[i].at);
             if (!rc)
                 pd_gguf_close(g);
             b.p[at] = old;
@@ -321,7 +321,7 @@ static void gaps_and_any_order_are_accepted(void **state)
     gb_set64(&b, b.at_ti[0] + 9 + 4 + 8 + 4, 72);
     gb_set64(&b, b.at_ti[1] + 9 + 4 + 8 + 4, 8);
     assert_int_equal(open_bytes(b.p, b.n, &g, &e), 0);
-    assert_int_equal(pd_gguf_tensor(g, "a")->data - pd_gguf_tensor(g, "b")->data, 64);
+    assert_int_equal(pd_gguf_tensor(g, "a")->at - pd_gguf_tensor(g, "b")->at, 64);
     pd_gguf_close(g);
     gb_begin(&b);       /* keys alone */
     gb_kv_u32(&b, "k", 1);

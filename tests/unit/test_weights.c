@@ -3,6 +3,7 @@
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
+#include <sys/stat.h>
 #include <cmocka.h>
 #include "files.h"
 #include "gguf_build.h"
@@ -71,19 +72,40 @@ static float weight(const struct pd_pmat *m, int o, int k)
     return (m->scale_f32 ? float_at(sc) : half_at(sc)) * (float)(u - m->off) + (!m->has_min ? 0 : m->scale_f32 ? float_at(mn) : half_at(mn));
 }
 
+/* What a tensor holds, as it is stored; the caller frees it. */
+static uint8_t *stored(const struct pd_gguf *g, const struct pd_gguf_tensor *t)
+{
+    struct pd_err e;
+    uint8_t *p = malloc(t->bytes);
+    assert_int_equal(pd_gguf_read(g, t->at, p, t->bytes, &e), 0);
+    return p;
+}
+
+static void same_floats(const struct pd_gguf *g, const struct pd_gguf_tensor *t, const float *v, int n)
+{
+    uint8_t *p = stored(g, t);
+    assert_memory_equal(v, p, (size_t)n * sizeof *v);
+    free(p);
+}
+
 /* Rows [row, row + n) of m are the tensor's. */
-static void check_rows(const struct pd_pmat *m, int row, const struct pd_gguf_tensor *t)
+static void check_rows(const struct pd_gguf *g, const struct pd_pmat *m, int row, const struct pd_gguf_tensor *t)
 {
     const struct pd_dtype_traits *ty = pd_dtype_traits(t->type);
-    float *want = calloc(t->ne[0], sizeof *want);
+    float *want = calloc(t->ne[0], sizeof *want), *got = calloc(t->ne[0], sizeof *got);
+    uint8_t *data = stored(g, t);
     assert_int_equal(m->n_in, t->ne[0]);
     for (int o = 0; o < (int)t->ne[1]; o++) {
-        ty->dequant(t->data + (uint64_t)o * (t->bytes / t->ne[1]), want, (int64_t)t->ne[0]);
+        ty->dequant(data + (uint64_t)o * (t->bytes / t->ne[1]), want, (int64_t)t->ne[0]);
+        pd_pack_row(m, row + o, got);
+        assert_memory_equal(got, want, t->ne[0] * sizeof *got);
         for (int k = 0; k < m->n_in; k++)
             if (weight(m, row + o, k) != want[k])
                 fail_msg("%s[%d][%d] packed %g, stored %g", pd_gguf_show(t->name).s, o, k, (double)weight(m, row + o, k), (double)want[k]);
     }
     free(want);
+    free(got);
+    free(data);
 }
 
 static void check_padding(const struct pd_pmat *m)
@@ -108,7 +130,7 @@ static void check_mats(const struct pd_model *m, int layer, const struct pd_pmat
     int mat = 0, row = 0;
     for (int i = 0; i < n_names; i++) {
         const struct pd_gguf_tensor *t = layer_tensor(m, layer, names[i]);
-        check_rows(&mats[mat], row, t);
+        check_rows(m->gguf, &mats[mat], row, t);
         if ((row += (int)t->ne[1]) == mats[mat].n_out)
             row = 0, check_padding(&mats[mat++]);
         assert_true(mat == n || row <= mats[mat].n_out);
@@ -134,11 +156,13 @@ static void packed_weights_are_the_stored_ones(void **state)
             check_mats(m, l, w->gate_up, w->n_gate_up, (const char *const[]){ "ffn_gate", "ffn_up" }, 2);
             check_mats(m, l, &w->o, 1, (const char *const[]){ "attn_output" }, 1);
             check_mats(m, l, &w->down, 1, (const char *const[]){ "ffn_down" }, 1);
-            assert_memory_equal(w->attn_norm, layer_tensor(m, l, "attn_norm")->data, (size_t)m->cfg.n_embd * 4);
-            assert_memory_equal(w->ffn_norm, layer_tensor(m, l, "ffn_norm")->data, (size_t)m->cfg.n_embd * 4);
+            same_floats(m->gguf, layer_tensor(m, l, "attn_norm"), w->attn_norm, m->cfg.n_embd);
+            same_floats(m->gguf, layer_tensor(m, l, "ffn_norm"), w->ffn_norm, m->cfg.n_embd);
         }
-        check_rows(&m->head, 0, pd_gguf_tensor(m->gguf, m->cfg.tied ? "token_embd.weight" : "output.weight"));
+        check_rows(m->gguf, &m->head, 0, pd_gguf_tensor(m->gguf, m->cfg.tied ? "token_embd.weight" : "output.weight"));
+        check_rows(m->gguf, m->embd, 0, pd_gguf_tensor(m->gguf, "token_embd.weight"));
         check_padding(&m->head);
+        check_padding(m->embd);
         pd_model_free(m);
     }
 }
@@ -165,8 +189,8 @@ static void ragged_matrices_are_padded_with_zeros(void **state)
         assert_int_equal(pd_pack_shape(&job, &e), 0);
         m.data = pd_alloc_aligned((size_t)m.n_groups * m.group_bytes, "t", &e);
         memset(m.data, 0xa5, (size_t)m.n_groups * m.group_bytes);
-        assert_int_equal(pd_pack_run(&job, 1, NULL, &e), 0);
-        check_rows(&m, 0, job.src[0]);
+        assert_int_equal(pd_pack_run(g, &job, 1, NULL, &e), 0);
+        check_rows(g, &m, 0, job.src[0]);
         check_padding(&m);
         pd_free(m.data);
         pd_gguf_close(g);
@@ -354,7 +378,7 @@ static size_t data_at(const char *model, const char *tensor)
     struct pd_gguf *g;
     struct pd_err e;
     assert_int_equal(pd_gguf_open(tiny_path(model, "gguf"), &g, &e), 0);
-    size_t at = (size_t)(pd_gguf_tensor(g, tensor)->data - g->map);
+    size_t at = (size_t)pd_gguf_tensor(g, tensor)->at;
     pd_gguf_close(g);
     return at;
 }
@@ -371,12 +395,13 @@ static void what_is_not_finite_is_refused_by_name(void **state)
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         struct pd_err e;
-        char quoted[80];
+        char quoted[80], *at;
         struct patched f = load_copy(bad[i].model);
-        memcpy(f.p + data_at(bad[i].model, bad[i].tensor) + bad[i].at, &bad[i].v, 2);
+        size_t place = data_at(bad[i].model, bad[i].tensor) + bad[i].at;
+        memcpy(f.p + place, &bad[i].v, 2);
         int rc = open_patched(&f, &e);
         snprintf(quoted, sizeof quoted, "'%s' holds a ", bad[i].tensor);
-        if (rc != PD_ECORRUPT || !strstr(e.msg, quoted) || !strstr(e.msg, "not finite"))
+        if (rc != PD_ECORRUPT || !strstr(e.msg, quoted) || !(at = strstr(e.msg, "not finite at byte ")) || strtoull(at + 19, NULL, 10) > place || strtoull(at + 19, NULL, 10) + 210 < place)
             fail_msg("%s %s: got %d, '%s'", bad[i].model, bad[i].tensor, rc, e.msg);
     }
 }
@@ -409,26 +434,30 @@ static void tensors_must_be_those_of_the_model(void **state)
     assert_int_equal(with_text("f32", "blk.1.ffn_up.weight", "blk.1.ffn_UP.weight", &e), PD_ECORRUPT);
     assert_non_null(strstr(e.msg, "tensor 'blk.1.ffn_up.weight' is missing"));
     assert_int_equal(with_text("untied", "output.weight", "output.other!", &e), PD_EINCOMPAT);
-    assert_non_null(strstr(e.msg, "tensor 'output.other!' is not part of a llama model"));
+    assert_non_null(strstr(e.msg, "is not part of a llama model"));
     assert_int_equal(with_key("f32", "llama.block_count", 1, &e), PD_EINCOMPAT);
     assert_non_null(strstr(e.msg, "tensor 'blk.1."));
     assert_int_equal(with_key("f32", "llama.block_count", 3, &e), PD_ECORRUPT);
     assert_non_null(strstr(e.msg, "tensor 'blk.2.attn_norm.weight' is missing"));
     assert_int_equal(with_key("f32", "llama.feed_forward_length", 176, &e), PD_ECORRUPT);
-    assert_non_null(strstr(e.msg, "tensor 'blk.0.ffn_gate.weight' is 64 x 160, the model's hyperparameters make it 64 x 176"));
+    assert_non_null(strstr(e.msg, "is 64 x 160, the model's hyperparameters make it 64 x 176"));
     assert_int_equal(with_key("f32", "llama.attention.head_count_kv", 1, &e), PD_ECORRUPT);
-    assert_non_null(strstr(e.msg, "tensor 'blk.0.attn_k.weight' is 64 x 32"));
+    assert_non_null(strstr(e.msg, "is 64 x 32, the"));
     assert_int_equal(with_key("f32", "llama.attention.head_count", 2, &e), PD_ECORRUPT);
     assert_non_null(strstr(e.msg, "attn_k.weight"));
 }
 
-static void embeddings_come_from_the_map(void **state)
+static void embeddings_are_those_of_the_file(void **state)
 {
     struct pd_model *m;
     struct pd_err e;
     float row[64], want[64];
     assert_int_equal(open_weights(tiny_path("q4_1", "gguf"), NULL, &m, &e), 0);
-    pd_dtype_traits(PD_Q4_1)->dequant(m->embd->data + 319 * 40, want, 64);
+    uint8_t *data = stored(m->gguf, pd_gguf_tensor(m->gguf, "token_embd.weight"));
+    pd_dtype_traits(PD_Q4_1)->dequant(data + 319 * 40, want, 64);
+    free(data);
+    pd_gguf_close(m->gguf);             /* the file is done with */
+    m->gguf = NULL;
     pd_model_embed(m, 319, row);
     assert_memory_equal(row, want, sizeof row);
     pd_model_embed(m, 320, row);
@@ -436,6 +465,41 @@ static void embeddings_come_from_the_map(void **state)
     pd_model_embed(m, -1, row);
     assert_true(isnan(row[63]));
     pd_model_free(m);
+}
+
+/* A file that is cut, or written to, between any two steps of loading. */
+static void a_file_that_changes_is_refused(void **state)
+{
+    for (int step = 0; step < 5; step++) {
+        struct patched f = load_copy("untied");
+        struct pd_gguf *g;
+        struct pd_err e = { 0 };
+        gb_file(f.p, f.n, &f.fd, f.path);
+        assert_int_equal(pd_gguf_open(f.path, &g, &e), 0);
+        assert_int_equal(pd_gguf_unchanged(g, &e), 0);
+        if (step == 4) {                /* as long as before, written to */
+            struct timespec then[2] = { { .tv_nsec = UTIME_OMIT }, { .tv_sec = 1 } };
+            assert_int_equal(pwrite(f.fd, "x", 1, (off_t)f.n - 1), 1);
+            assert_int_equal(futimens(f.fd, then), 0);
+        } else {
+            assert_int_equal(ftruncate(f.fd, step == 0 ? 0 : step == 1 ? (off_t)g->data_off : step == 2 ? (off_t)f.n - 1 : (off_t)pd_gguf_tensor(g, "token_embd.weight")->at), 0);
+        }
+        struct pd_model *m = pd_calloc(1, sizeof *m, "a model", &e);
+        m->gguf = g;
+        int rc = pd_config_from_gguf(g, &m->cfg, &e);
+        if (step < 4) {
+            assert_int_equal(rc, 0);    /* the header was read */
+            assert_int_equal(pd_weights_load(m, NULL, &e), PD_ECORRUPT);
+            assert_non_null(strstr(e.msg, "the file ends at byte "));
+            assert_non_null(strstr(e.msg, f.path));
+            assert_non_null(strstr(e.msg, "rename"));
+        }
+        assert_int_equal(pd_gguf_unchanged(g, &e), PD_ECORRUPT);
+        assert_non_null(strstr(e.msg, "was written to"));
+        pd_model_free(m);
+        close(f.fd);
+        free(f.p);
+    }
 }
 
 static void a_model_opens_whole_or_in_part(void **state)
@@ -449,6 +513,7 @@ static void a_model_opens_whole_or_in_part(void **state)
     assert_int_equal(pd_tokenizer_vocab(m->tok), 320);
     assert_string_equal(m->chat.family, "chatml");
     assert_non_null(m->head.data);
+    assert_null(m->gguf);
     pd_model_free(m);
     assert_int_equal(pd_model_open(tiny_path("spm", "gguf"), &part, &m, &e), 0);
     assert_string_equal(m->revision, "tiny llama-spm");
@@ -466,7 +531,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(packed_weights_are_the_stored_ones), cmocka_unit_test(ragged_matrices_are_padded_with_zeros), cmocka_unit_test(threads_change_nothing),
         cmocka_unit_test(logits_agree_with_hugging_face), cmocka_unit_test(what_is_not_finite_is_refused_by_name), cmocka_unit_test(tensors_must_be_those_of_the_model),
-        cmocka_unit_test(embeddings_come_from_the_map), cmocka_unit_test(a_model_opens_whole_or_in_part),
+        cmocka_unit_test(embeddings_are_those_of_the_file), cmocka_unit_test(a_file_that_changes_is_refused), cmocka_unit_test(a_model_opens_whole_or_in_part),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
