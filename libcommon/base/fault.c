@@ -2,6 +2,7 @@
 
 #ifdef PD_FAULT
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +11,7 @@
 
 static const char *const point_name[] = { "malloc", "read", "write", "fsync", "mmap", "tmpfile" };
 enum { N_POINTS = sizeof point_name / sizeof *point_name };
-static long fail_at[N_POINTS];
+static long fail_at[N_POINTS], stop_at[N_POINTS];
 static atomic_long passes[N_POINTS];
 static pthread_once_t parsed = PTHREAD_ONCE_INIT;
 
@@ -25,7 +26,7 @@ static int point_index(const char *s, size_t n)
 /* A drill with a misspelt point would pass without having drilled anything: that ends the process. Only this build has it. */
 static void refuse(const char *spec)
 {
-    dprintf(2, "PD_FAULT: '%s' is not point:fail:N (points: malloc read write fsync mmap tmpfile; example: malloc:fail:17)\n", spec);
+    dprintf(2, "PD_FAULT: '%s' is not point:fail:N or point:stop:N (points: malloc read write fsync mmap tmpfile; example: malloc:fail:17)\n", spec);
     _exit(2);
 }
 
@@ -36,11 +37,12 @@ static void parse(void)
         const char *colon = strchr(s, ':');
         int i = colon ? point_index(s, (size_t)(colon - s)) : -1;
         char *end;
-        if (i < 0 || strncmp(colon, ":fail:", 6))
+        if (i < 0 || (strncmp(colon, ":fail:", 6) && strncmp(colon, ":stop:", 6)))
             refuse(all);
-        fail_at[i] = strtol(colon + 6, &end, 10);
-        if (end == colon + 6 || fail_at[i] < 1 || (*end && *end != ','))
+        long n = strtol(colon + 6, &end, 10);
+        if (end == colon + 6 || n < 1 || (*end && *end != ','))
             refuse(all);
+        *(colon[1] == 'f' ? &fail_at[i] : &stop_at[i]) = n;
         s = *end ? end + 1 : end;
     }
 }
@@ -61,7 +63,12 @@ bool pd_fault(const char *point)
 {
     pthread_once(&parsed, parse);
     int i = point_index(point, strlen(point));
-    return i >= 0 && atomic_fetch_add(&passes[i], 1) + 1 == fail_at[i];
+    if (i < 0)
+        return false;
+    long n = atomic_fetch_add(&passes[i], 1) + 1;
+    if (n == stop_at[i])
+        raise(SIGSTOP);
+    return n == fail_at[i];
 }
 #else
 typedef int pd_fault_is_not_compiled_in;    /* ISO C wants something in every file */

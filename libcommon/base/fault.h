@@ -1,5 +1,6 @@
-/* Named fault points: PD_FAULT=point:fail:N[,point:fail:N...] makes the N-th pass (from 1) through a point fail, once. PD_FAULT_COUNT=FILE: at its end the
- * process appends how often each point was passed.
+/* Named fault points: PD_FAULT=point:fail:N[,point:fail:N...] makes the N-th pass (from 1) through a point fail, once; with `stop` for `fail` the process
+ * stops there (SIGSTOP) until somebody who has changed the world meanwhile continues it. PD_FAULT_COUNT=FILE: at its end the process appends how often each
+ * point was passed.
  *
  * Points: malloc read write fsync mmap tmpfile. Compiled in by `make V=fault` and V=asan only; elsewhere pd_fault is the constant false. The code at a point
  * behaves as if the system had refused: an allocation gives NULL, a system call fails with EIO (write: ENOSPC; mmap: ENOMEM; tmpfile: a file system without unnamed files).

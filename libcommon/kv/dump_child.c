@@ -438,16 +438,15 @@ static int put_run(struct child *c, hid_t runs, const char *name)
     return rc;
 }
 
-static int read_file(struct child *c, const char *only)
+/* *sys: errno of a read that failed, which is not the file's fault. */
+static int read_runs(struct child *c, const char *only, int *sys)
 {
     H5G_info_t gi;
     hid_t file = -1, runs = -1, fapl = H5Pcreate(H5P_FILE_ACCESS);
-    int rc = 0, sys = 0;
+    int rc = 0;
     H5Pset_fclose_degree(fapl, H5F_CLOSE_STRONG);
-    if (!pd_h5fd_set(fapl, 3, false, &sys) || (file = H5Fopen(c->path, H5F_ACC_RDONLY, fapl)) < 0) {
-        errno = sys;
-        return sys ? pd_fail_sys(&c->e, "cannot be opened") : bad(c, NULL, "cannot be opened as HDF5");
-    }
+    if (!pd_h5fd_set(fapl, 3, false, sys) || (file = H5Fopen(c->path, H5F_ACC_RDONLY, fapl)) < 0)
+        return bad(c, NULL, "cannot be opened as HDF5");
     if ((rc = expect_text(c, NULL, file, "format", PD_DUMP_FORMAT, strlen(PD_DUMP_FORMAT))) || (rc = expect_int(c, NULL, file, "version", PD_DUMP_VERSION)))
         return rc;
     if ((runs = open_group(file, "runs")) < 0 || H5Gget_info(runs, &gi) < 0 || gi.nlinks > MAX_RUNS)
@@ -455,19 +454,26 @@ static int read_file(struct child *c, const char *only)
     if (only[0])
         return H5Lexists(runs, only, H5P_DEFAULT) > 0 ? put_run(c, runs, only) : pd_fail(&c->e, PD_EFAIL, "has no run %s", only);
     H5_index_t by = H5Lget_name_by_idx(runs, ".", H5_INDEX_CRT_ORDER, H5_ITER_INC, 0, NULL, 0, H5P_DEFAULT) >= 0 ? H5_INDEX_CRT_ORDER : H5_INDEX_NAME;
-    for (hsize_t i = 0; !rc && i < gi.nlinks; i++) {
+    for (hsize_t i = 0; !rc && !*sys && i < gi.nlinks; i++) {
         char name[PD_RUN_LEN + 2];
         if (H5Lget_name_by_idx(runs, ".", by, H5_ITER_INC, i, name, sizeof name, H5P_DEFAULT) != PD_RUN_LEN || !pd_run_valid(name, PD_RUN_LEN))
             rc = bad(c, NULL, "link %" PRIu64 " of /runs has no run's name", (uint64_t)i);
         else
             rc = put_run(c, runs, name);
-        if (rc == PD_ECORRUPT && (c->mode == PD_DUMP_EACH || c->mode == PD_DUMP_SERVE)) {     /* the other runs may be whole */
+        if (rc == PD_ECORRUPT && !*sys && (c->mode == PD_DUMP_EACH || c->mode == PD_DUMP_SERVE)) {     /* the other runs may be whole */
             struct run lost = { .group = -1 };
             snprintf(lost.name, sizeof lost.name, "%.26s", pd_run_valid(name, strnlen(name, sizeof name)) ? name : "");
             rc = put_fault(c, &lost, UINT32_MAX);
         }
     }
     return rc;
+}
+
+static int read_file(struct child *c, const char *only)
+{
+    int sys = 0, rc = read_runs(c, only, &sys);
+    errno = sys;
+    return sys ? pd_fail_sys(&c->e, "cannot be read") : rc;
 }
 
 static void limit(int what, rlim_t soft, rlim_t hard)

@@ -64,11 +64,13 @@ static herr_t fd_read(H5FD_t *p, H5FD_mem_t type, hid_t dxpl, haddr_t addr, size
     if (addr > f->eoa || size > f->eoa - addr || addr > INT64_MAX)
         return -1;
     while (size) {
-        ssize_t n = pread(f->in.fd, to, size, (off_t)addr);
+        ssize_t n = pd_fault("read") ? (errno = EIO, -1) : pread(f->in.fd, to, size, (off_t)addr);
         if (n < 0 && errno == EINTR)
             continue;
-        if (n < 0)
+        if (n < 0) {
+            *f->in.sys = errno;
             return -1;
+        }
         if (!n) {
             memset(to, 0, size);
             break;
