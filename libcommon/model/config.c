@@ -45,7 +45,7 @@ static int get_num(const struct pd_gguf *g, const struct pd_config *c, const cha
     if (!rc && isnan(dflt))
         return pd_fail(e, PD_ECORRUPT, "%s: the key '%s' is missing: the file is not a whole model", g->path, key);
     if (x < lo || x > hi)
-        return pd_fail(e, PD_ECORRUPT, "%s: '%s' is %g, possible are %g to %g", g->path, key, x, lo, hi);
+        return pd_fail(e, PD_ECORRUPT, "%s: '%s' at byte %" PRIu64 " is %g, possible are %g to %g", g->path, key, pd_gguf_find(g, key)->offset, x, lo, hi);
     *v = x;
     return 0;
 }

@@ -22,6 +22,7 @@ static const struct { const char *name; size_t size; } value_types[] = {
 #define N_VALUE_TYPES (sizeof value_types / sizeof *value_types)
 #define MIN_KV 13           /* bytes: an empty key's length, the value's type, one byte */
 #define MIN_TENSOR 32       /* an empty name's length, n_dims, one dimension, type, offset */
+#define GAPS_MAX (1u << 20)             /* bytes between and after the tensors, beside padding */
 #define READ_AHEAD (256u << 10)         /* bytes of header read beyond what is asked for */
 
 struct pd_gguf_shown pd_gguf_show(struct pd_str v)
@@ -273,10 +274,11 @@ static int by_begin(const void *a, const void *b)
     return x->begin < y->begin ? -1 : x->begin > y->begin;
 }
 
-/* Places the tensors behind the header: aligned, inside the file, and no byte in two of them (gaps are allowed). */
+/* Places the tensors behind the header: aligned, inside the file, no byte in two of them, and few in none (padding is allowed; what a length alone
+ * promises, in a file with holes, would all be read for the digest of the weights). */
 static int place_tensors(struct pd_gguf *g, struct cursor *c, uint64_t alignment, struct span *sp)
 {
-    uint64_t room = g->size - g->data_off;
+    uint64_t room = g->size - g->data_off, used = 0;
     for (size_t i = 0; i < g->n_tensors; i++) {
         struct pd_gguf_tensor *t = &g->tensor[i];
         struct pd_gguf_shown name = pd_gguf_show(t->name);
@@ -288,6 +290,7 @@ static int place_tensors(struct pd_gguf *g, struct cursor *c, uint64_t alignment
                            ": the file is cut short or damaged, fetch it again", c->path, name.s, t->entry, t->bytes, rel, rel > room ? UINT64_MAX : g->data_off + rel, g->size);
         t->at = g->data_off + rel;
         sp[i].end = rel + t->bytes;
+        used += t->bytes < UINT64_MAX - used ? t->bytes : 0;       /* a sum that wraps overlaps, which is told below */
         sp[i].t = t;
     }
     qsort(sp, g->n_tensors, sizeof *sp, by_begin);
@@ -295,6 +298,8 @@ static int place_tensors(struct pd_gguf *g, struct cursor *c, uint64_t alignment
         if (sp[i].begin < sp[i - 1].end)
             return pd_fail(c->e, PD_ECORRUPT, "%s: tensors '%s' and '%s' overlap at byte %" PRIu64, c->path, pd_gguf_show(sp[i - 1].t->name).s, pd_gguf_show(sp[i].t->name).s,
                            g->data_off + sp[i].begin);
+    if (room - used > GAPS_MAX + alignment * g->n_tensors)
+        return pd_fail(c->e, PD_ECORRUPT, "%s: %" PRIu64 " of the %" PRIu64 " bytes from byte %" PRIu64 " belong to no tensor: the file is damaged", c->path, room - used, room, g->data_off);
     return 0;
 }
 

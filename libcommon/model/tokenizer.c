@@ -7,6 +7,7 @@
 
 #define TEXT_MAX ((size_t)1 << 29)      /* bytes of one text; symbols and heap positions are 32 bits wide */
 #define N_EOG 16
+#define MERGES_A_TOKEN 16       /* at most; Llama 4 has 2.2 */
 
 enum { BOS, EOS, UNK, EOT, EOM, PAD, N_IDS };
 static const char *const id_keys[N_IDS] = { "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id",
@@ -137,6 +138,21 @@ static int load_spm(struct pd_tokenizer *t, const float *scores, size_t n_scores
     return pd_spm_init(&t->spm, &t->vocab, scores, e);
 }
 
+/* What is said about a key gets the file's name and the key's place before it; what the file's reader said has both. */
+static void say_where(const struct pd_gguf *g, struct pd_err *e)
+{
+    char key[96];
+    size_t n = e ? strspn(e->msg, "abcdefghijklmnopqrstuvwxyz_.") : sizeof key;
+    if (!e || !strncmp(e->msg, g->path, strlen(g->path)))
+        return;
+    snprintf(key, sizeof key, "%.*s", (int)(n < sizeof key ? n : 0), e->msg);
+    const struct pd_gguf_kv *kv = pd_gguf_find(g, key);
+    if (kv)
+        pd_err_prefix(e, "%s: byte %llu", g->path, (unsigned long long)kv->offset);
+    else
+        pd_err_prefix(e, "%s", g->path);
+}
+
 int pd_tokenizer_from_gguf(const struct pd_gguf *g, struct pd_tokenizer **out, struct pd_err *e)
 {
     struct pd_str model = { 0 }, pre = { 0 }, *piece = NULL, *merges = NULL;
@@ -167,8 +183,14 @@ int pd_tokenizer_from_gguf(const struct pd_gguf *g, struct pd_tokenizer **out, s
     if ((r = pd_vocab_init(&t->vocab, piece, n, types, e)) || (r = read_ids(t, g, e)))
         goto out;
     if (t->kind == PD_TOK_BPE) {
-        if ((r = pd_gguf_get_str(g, "tokenizer.ggml.pre", &pre, e)) < 0 || (r = pd_gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges, e)) < 0 ||
-            (r = pd_bpe_init(&t->bpe, &t->vocab, pre, merges, n_merges, &bos_default, e)))
+        if ((r = pd_gguf_get_str(g, "tokenizer.ggml.pre", &pre, e)) < 0 || (r = pd_gguf_get_strs(g, "tokenizer.ggml.merges", &merges, &n_merges, e)) < 0)
+            goto out;
+        if (!r || n_merges / MERGES_A_TOKEN > n) {
+            r = r ? pd_fail(e, PD_ECORRUPT, "tokenizer.ggml.merges has %zu entries for %zu tokens: more than any vocabulary needs", n_merges, n)
+                  : pd_fail(e, PD_ECORRUPT, "tokenizer.ggml.merges is missing: without merges every text falls into bytes; convert the model anew");
+            goto out;
+        }
+        if ((r = pd_bpe_init(&t->bpe, &t->vocab, pre, merges, n_merges, &bos_default, e)))
             goto out;
     } else if ((r = pd_gguf_get_f32s(g, "tokenizer.ggml.scores", &scores, &n_scores, e)) < 0 || (r = load_spm(t, scores, n_scores, e))) {
         goto out;
@@ -185,6 +207,8 @@ out:
     pd_free(merges);
     pd_free(scores);
     pd_tokenizer_free(t);
+    if (r < 0)
+        say_where(g, e);
     return r < 0 ? r : 0;
 }
 

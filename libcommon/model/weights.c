@@ -222,12 +222,13 @@ void pd_model_embed(const struct pd_model *m, int32_t token, float *out)
 
 static int open_text(struct pd_model *m, const struct pd_model_opts *o, struct pd_err *e)
 {
+    const struct pd_gguf_kv *tokens = pd_gguf_find(m->gguf, "tokenizer.ggml.tokens");
     int rc;
+    if (tokens && tokens->count != (uint64_t)m->cfg.n_vocab)       /* before any memory is spent on them */
+        return pd_fail(e, PD_ECORRUPT, "%s: 'tokenizer.ggml.tokens' at byte %" PRIu64 " has %" PRIu64 " tokens, token_embd.weight %d rows: the file is put together from different models",
+                       m->gguf->path, tokens->offset, tokens->count, m->cfg.n_vocab);
     if ((rc = pd_tokenizer_from_gguf(m->gguf, &m->tok, e)))
         return rc;
-    if (pd_tokenizer_vocab(m->tok) != m->cfg.n_vocab)
-        return pd_fail(e, PD_ECORRUPT, "%s: the tokenizer has %d tokens, the embedding %d rows: the file is put together from different models", m->gguf->path,
-                       pd_tokenizer_vocab(m->tok), m->cfg.n_vocab);
     return pd_chat_from_gguf(m->gguf, o->chat_template, &m->chat, e);
 }
 
