@@ -23,7 +23,7 @@ struct poptOption pd_engine_options[] = {
     { "kv-mem", '\0', POPT_ARG_STRING, &pd_engine_cli.kv_mem, 0, "size of the KV pool (default: the smaller of an eighth of memory and 16 contexts)", "SIZE" },
     { "block-size", '\0', POPT_ARG_INT, &pd_engine_cli.block_size, 0, "tokens a KV block (default 16)", "N" },
     { "chat-template", '\0', POPT_ARG_STRING, &pd_engine_cli.chat_template, 0, "chat format: chatml, llama2, llama3, or a file (default: the model's own)", "NAME" },
-    { "seed", '\0', POPT_ARG_LONGLONG, &pd_engine_cli.seed, 0, "seed of requests that bring none (default 0)", "N" },
+    { "seed", '\0', POPT_ARG_STRING, &pd_engine_cli.seed_text, 0, "seed of requests that bring none, 0 to 2^63-1 (default 0)", "N" },
     { "lines", '\0', POPT_ARG_NONE, &pd_engine_cli.lines, 0, "input that is neither JSON nor records is one prompt a line", NULL },
     POPT_TABLEEND
 };
@@ -48,8 +48,8 @@ int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e)
         return rc;
     if (c->threads < 0 || c->threads > 1024)
         return pd_fail(e, PD_EUSAGE, "-t: %d threads are out of range 1 to 1024 (example: -t 8)", c->threads);
-    if (c->seed < 0)
-        return pd_fail(e, PD_EUSAGE, "--seed: %lld is negative (example: --seed 42)", c->seed);
+    if (c->seed_text && (rc = pd_parse_int(c->seed_text, 0, INT64_MAX, &pd_engine_cli.seed, e)) < 0)
+        return pd_err_prefix(e, "--seed"), rc;
     if (c->kv_mem && (pd_parse_size(c->kv_mem, &mem, e) < 0 || mem <= 0))
         return pd_fail(e, PD_EUSAGE, "--kv-mem: '%s' is not a size (example: --kv-mem 512MiB)", c->kv_mem);
     struct pd_runtime_opts o = { .model = c->model, .chat_template = c->chat_template, .role = role, .threads = c->threads, .kv_dtype = c->kv_dtype,

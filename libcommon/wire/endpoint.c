@@ -105,8 +105,7 @@ static int connect_unix(const char *path, int64_t timeout_us, struct pd_endpoint
         if (why != ENOENT && why != ECONNREFUSED && why != EAGAIN)
             return pd_fail_sys(e, "%s: cannot connect", path);
         if (pd_mono_us() >= until) {
-            rc = pd_fail_sys(e, "%s: cannot connect within %lld ms (is the other side running?)", path, (long long)(timeout_us / 1000));
-            return rc;
+            return pd_fail(e, PD_ETIME, "%s: cannot connect within %lld ms (is the other side running?): %s", path, (long long)(timeout_us / 1000), strerror(why));
         }
         struct timespec t = { 0, RETRY_US * 1000 };
         if (nanosleep(&t, NULL))

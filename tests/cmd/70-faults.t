@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Every allocation, read, write, fsync and mapping of the commands refused once (a build with fault points, base/fault.h): the exit status says what happened,
-one line says why, and what is at the output's name is whole or is not there. Every fifth allocation; with LONG=1 each of them."""
+one line says why, and what is at the output's name is whole or is not there. Every fifth allocation; in V=fault and with LONG=1 each of them."""
 import json
 import os
 import shutil
@@ -18,7 +18,7 @@ if not V:       # of the plain build's own: V=fault, which `make check` has made
     plain, tap.B = tap.B, f"{tap.B}/fault"
 else:
     plain = tap.B
-STEP = 1 if os.environ.get("LONG") == "1" else 5
+STEP = 1 if V == "fault" or os.environ.get("LONG") == "1" else 5
 tmp = tempfile.mkdtemp()
 out = f"{tmp}/out"
 # What a refused call may end in. A recovered one is 0: then the output is the same as without it. A stream that cannot be read on leaves a run without its end: 4.

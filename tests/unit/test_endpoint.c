@@ -144,7 +144,7 @@ static void a_socket_serves_one_peer(void **state)
     char in[200], out[200];
     snprintf(in, sizeof in, "unix:%s/s", dir);
     snprintf(out, sizeof out, "unix-listen:%s/s", dir);
-    assert_int_equal(pd_endpoint_open_in(in, 60000, &ep, &e), PD_EFAIL);       /* nobody there */
+    assert_int_equal(pd_endpoint_open_in(in, 60000, &ep, &e), PD_ETIME);       /* nobody there */
     assert_non_null(strstr(e.msg, "within 60 ms"));
     for (int round = 0; round < 2; round++) {
         struct peer p = { .spec = in };
