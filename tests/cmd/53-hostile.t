@@ -33,10 +33,10 @@ model = f"{tmp}/model.gguf"
 worst = {"s": 0.0, "mib": 0.0}
 
 
-def load(name="pd-prefill"):
+def load(name="pd-prefill", data=REQUEST):
     """(status, stderr, seconds, peak MiB) of a command that loads `model` and has one request. All of the memory counts, libraries too."""
     with open(f"{tmp}/in", "wb") as f:
-        f.write(REQUEST)
+        f.write(data)
     starter.stdin.write(f"{tmp}/in {tmp}/err /usr/bin/timeout -s KILL 60 {tap.B}/bin/{name} -q -t 2 -m {model}\n")
     starter.stdin.flush()
     status, seconds, mib = starter.stdout.readline().split()
@@ -125,7 +125,9 @@ def replace():
 
 def stopped(cmd, env, change):
     """The command, stopped where PD_FAULT says; `change` happens meanwhile. (process, whether it stopped)"""
-    with open(f"{tmp}/in", "rb") as f:
+    with open(f"{tmp}/request", "wb") as f:
+        f.write(REQUEST)
+    with open(f"{tmp}/request", "rb") as f:
         p = subprocess.Popen(cmd, stdin=f, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ, PD_CACHE=f"{tmp}/cache", **env))
     _, status = os.waitpid(p.pid, os.WUNTRACED)
     if not os.WIFSTOPPED(status):
@@ -225,8 +227,42 @@ def dumps():
     ok(not bad and want and n > 20, f"a dump cut at {n} reads of its reader: told, and what is served is right", (len(bad), bad[:3]))
 
 
+# --- requests and records ---
+
+FIELDS = ("id", "run", "prompt", "messages", "token_ids", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty",
+          "repetition_penalty", "logit_bias", "ignore_eos", "logprobs", "top_logprobs", "echo", "n", "adapter", "cache_salt", "deadline_ms", "timeouts_ms", "slo", "cancel_token", "priority", "idempotency_key",
+          "arrival_us", "route", "v", "no such field")
+VALUES = (None, True, False, 0, 1, -1, 127, 2**31, -2**31, 2**32, 2**53, 2**63 - 1, -2**63, 0.5, -0.5, 1e308, -1e308, 5e-324, "", "x", "\0", "x" * 100000, [], [0], [-1], [2**31], [None], [[]], ["a", 1], ["a"] * 100,
+          list(range(5000)), {}, {"a": 1}, {"0": 1}, {"-1": 1e308}, {"role": "user"}, [{"role": "user"}], [{"role": 1, "content": 2}], [{"role": "user", "content": "x"}] * 50, {"$b64": "!"}, {"$b64": "AAAA"})
+
+
+def requests():
+    """Every field of a request with every odd value, in one stream: each is served or refused alone, by the name of the field."""
+    reqs = [{"id": f"{f}.{i}", "prompt": "Hi", "max_tokens": 1, f: v} for f in FIELDS for i, v in enumerate(VALUES) if f != "id"]
+    reqs += [{"prompt": "Hi", "max_tokens": 1, "id": v} for v in VALUES]
+    data = tap.lines(reqs + [{"id": "last", "prompt": "Hi", "max_tokens": 1}]).encode()
+    good("llama-q4_1")
+    for tool in ("pd-decode", "pd-prefill"):
+        x = tap.run([f"{tap.B}/bin/{tool}", "-m", model, "--format", "json"], data)
+        rs = tap.records(x.stdout)
+        served = {str(r.get("id")) for r in rs if r["pd"] == "result"} if tool == "pd-decode" else {str(r["request"].get("id")) for r in rs if r["pd"] == "kv"}
+        told = [r for r in rs if r["pd"] == "error"]
+        short = [r for r in told if not r.get("message")]
+        ok(x.returncode in (1, 3) and "last" in served and not short and len(told) > 300 and b"Sanitizer" not in x.stderr, f"{tool}: {len(reqs)} requests with one odd value, {len(told)} refused one by one", (x.returncode, x.stderr[-800:], short[:3]))
+    broken = {"no end": b'{"id":"a","prompt":"Hi', "two objects": b"{}{}\n", "a list": b"[]\n", "a word": b"{\"a\":nul}\n", "a number too long": b'{"max_tokens":' + b"9" * 100000 + b"}\n", "deep lists": b'{"a":' + b"[" * 100000 + b"\n",
+              "deep maps": b'{"a":' * 50000 + b"\n", "broken text": b'{"prompt":"\xff\xfe"}\n', "half a surrogate": b'{"prompt":"\\ud800"}\n', "a key twice": b'{"prompt":"a","prompt":"b"}\n', "infinity": b'{"temperature":1e999}\n',
+              "NaN": b'{"temperature":NaN}\n', "a map of 2^32": b"\xdf\xff\xff\xff\xff", "a list of 2^32": b"\x81\xa6prompt\xdd\xff\xff\xff\xff", "text of 4 GiB": b"\x81\xa6prompt\xdb\xff\xff\xff\xffabc",
+              "bytes of 4 GiB": b"\x81\xa2id\xc6\xff\xff\xff\xff", "an extension of 4 GiB": b"\x81\xa2id\xc9\xff\xff\xff\xff\x01", "deep": b"\x81\xa1a" * 100000, "never used": b"\x81\xa1a\xc1", "a key that is a number": b"\x81\x01\x01",
+              "nothing but a map": b"\x80" * 5, "zeros": bytes(1000)}
+    for name, bad in broken.items():
+        for tool in ("pd-prefill", "pd-decode"):
+            x = load(tool, bad)
+            ok(x[0] in (1, 2, 3, 4) and x[1].strip() and x[2] <= SECONDS + 3 and x[3] <= MIB and b"Sanitizer" not in x[1], f"{tool}, input: {name}", x)
+
+
 named()
 every_field()
+requests()
 if V == "tsan":
     tap.skip("files that change", "no fault points in V=tsan")
 else:
