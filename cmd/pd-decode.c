@@ -39,8 +39,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--text and --format exclude each other");
     if (pd_endpoint_is_h5(to))
         return pd_fail(e, PD_EUSAGE, "-o: decode writes tokens and results, not KV dumps (pd-prefill -o %s does)", to);
-    if ((rc = pd_engine_open("decode", &rt, e)) < 0 || (rc = pd_trace_open(pd_engine_cli.trace, rt.worker, "decode", &trace, e)) < 0 ||
-        (rc = pd_trace_about(trace, rt.model->revision, PD_DOMAIN, e)) < 0)
+    if ((rc = pd_engine_open("decode", &rt, e)) < 0 || (rc = pd_engine_trace("decode", &rt, &trace, e)) < 0)
         goto out;
     if ((rc = pd_endpoint_open_out(to, connect_us, &out, e)) < 0 || (rc = pd_engine_check_tty(out.fd, text, e)) < 0 ||
         (rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e)) < 0)

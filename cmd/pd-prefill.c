@@ -27,8 +27,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
-    if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_trace_open(pd_engine_cli.trace, rt.worker, "prefill", &trace, e)) < 0 ||
-        (rc = pd_trace_about(trace, rt.model->revision, PD_DOMAIN, e)) < 0)
+    if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_engine_trace("prefill", &rt, &trace, e)) < 0)
         goto out;
     if (pd_endpoint_is_h5(to))
         rc = pd_dump_create(to, &dump, e);

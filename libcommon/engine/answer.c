@@ -115,6 +115,7 @@ void pd_dc_tell(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *
 {
     struct pd_buf b = { 0 };
     struct pd_err e;
+    r->failure = pd_arena_dup(&r->in.mem, why->msg, strlen(why->msg), NULL);
     pd_refusal_log(&r->in.req, why);
     d->status = pd_exit_worse(d->status, why->code);
     if (!d->o->text)
@@ -135,7 +136,7 @@ void pd_dc_refuse(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err
         as.prefill_worker = r->desc.worker;
     }
     pd_refusal_log(&r->in.req, why);
-    pd_dc_step(d, r, "failed", 0, why->msg);
+    pd_dc_step_end(d, r, why);
     d->status = pd_exit_worse(d->status, why->code);
     if (!d->o->text) {
         if (pd_refusal_encode(&r->in.req, why, "abort", &as, &b, &e) < 0)
@@ -154,8 +155,15 @@ bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, u
     struct pd_err e;
     const struct pd_tokenizer *tok = d->rt->model->tok;
     c->t_last = pd_mono_us();
-    if (!c->t_first)
+    if (!c->t_first) {
         c->t_first = c->t_last;
+        if (!r->decoding && !(r->remote && !strcmp(r->mode, "remote"))) {      /* the prompt was computed here */
+            pd_dc_step(d, r, PD_ST_PREFILL_COMPLETED, 0, NULL);
+            pd_dc_step(d, r, PD_ST_DECODE_STARTED, 0, NULL);
+        }
+        r->decoding = true;
+        pd_dc_step_tokens(d, r, PD_ST_STREAMING, choice, pos, 1);
+    }
     bool stop_token = pd_is_stop_token(tok, &r->in.req, t->token);
     if (pd_buf_add(&c->tokens, &t->token, sizeof t->token, &e) < 0 || (t->has_logprob && pd_buf_add(&c->logprobs, &t->logprob, sizeof t->logprob, &e) < 0) ||
         (!stop_token && pd_text_add(&c->text, tok, &r->in.req, t->token, (int64_t)pos + 1 >= r->in.req.min_tokens, &e) < 0))
@@ -170,13 +178,22 @@ bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, u
 
 void pd_dc_choice_done(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason)
 {
+    uint32_t tokens = (uint32_t)(r->choice[choice].tokens.n / sizeof(int32_t)), all = 0;
     r->choice[choice].done = true;
     r->n_done++;
+    if (tokens > 1)
+        pd_dc_step_tokens(d, r, PD_ST_STREAMING, choice, 1, tokens - 1);
     if (!d->o->text)
         put_result(d, r, choice, reason);
     if (r->n_done < (uint32_t)r->in.req.n)
         return;
-    pd_dc_step(d, r, "completed", 0, NULL);
+    for (int32_t i = 0; i < r->in.req.n; i++)
+        all += (uint32_t)(r->choice[i].tokens.n / sizeof(int32_t));
+    if (r->told)
+        pd_dc_step(d, r, PD_ST_FAILED, 0, r->failure);
+    else
+        pd_dc_step_tokens(d, r, PD_ST_COMPLETED, 0, 0, all);
+    r->ended = true;
     if (!d->o->text)
         pd_dc_run_free(d, r);
 }

@@ -365,8 +365,11 @@ static void plan_step(struct pd_batch *b)
         next = s->next;
         if (pending > 1)
             budget -= rows;
-        if (!s->run->t_start)
+        if (!s->run->t_start) {
             s->run->t_start = pd_mono_us();
+            if (b->cb.started)
+                b->cb.started(b->cb.ctx, s->run);
+        }
         b->span_seq[b->n_spans] = s;
         b->span[b->n_spans++] = (struct pd_span){ .tokens = pd_seq_tokens(s) + s->n_kv, .n = rows, .pos0 = s->n_kv, .blk = (uint8_t **)(void *)s->base.p,
                                                   .want_logits = rows == pending };

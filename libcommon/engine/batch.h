@@ -41,6 +41,8 @@ struct pd_batch_cb {
     bool (*token)(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t);
     /* A choice is finished: "stop", "length" or "error" (*e says why). After the last one of a run, pd_run_drop must be called (from here is fine). */
     void (*finished)(void *ctx, struct pd_seq *s, const char *reason, const struct pd_err *e);
+    /* The run's first rows are about to be computed. Not called for one that ends at its imported first tokens. May be NULL. */
+    void (*started)(void *ctx, struct pd_run *r);
 };
 
 struct pd_batch_opts { uint32_t chunk, max_seqs; };

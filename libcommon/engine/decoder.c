@@ -41,15 +41,37 @@ void pd_dc_run_free(struct pd_decoder *d, struct pd_dc_run *r)
     pd_free(r);
 }
 
-void pd_dc_step(struct pd_decoder *d, struct pd_dc_run *r, const char *state, uint64_t bytes, const char *cause)
+static void emit(struct pd_decoder *d, struct pd_dc_run *r, struct pd_step s, enum pd_state_id state, uint64_t bytes, const char *cause)
 {
     if (!r->has_op && r->in.n_tokens) {
         pd_op_make(r->op, r->in.req.run, "decode", r->in.tokens, (size_t)r->in.n_tokens * sizeof *r->in.tokens);
         r->has_op = true;
     }
     bool known = r->remote && r->desc.fp_fields.p;
-    struct pd_step s = { r->in.req.run, r->mode, known ? r->desc.gen : NULL, r->has_op ? r->op : NULL, known ? r->desc.op : NULL };
+    s.run = r->in.req.run;
+    s.where = r->mode;
+    s.gen = known ? r->desc.gen : NULL;
+    s.op = r->has_op ? r->op : NULL;
+    s.parent = known ? r->desc.op : NULL;
     pd_run_step(d->trace, &s, state, bytes, cause);
+}
+
+void pd_dc_step(struct pd_decoder *d, struct pd_dc_run *r, enum pd_state_id state, uint64_t bytes, const char *cause)
+{
+    emit(d, r, (struct pd_step){ 0 }, state, bytes, cause);
+}
+
+void pd_dc_step_tokens(struct pd_decoder *d, struct pd_dc_run *r, enum pd_state_id state, uint32_t choice, uint32_t pos, uint32_t tokens)
+{
+    r->ended |= state == PD_ST_COMPLETED;
+    emit(d, r, (struct pd_step){ .choice = choice, .pos = pos, .tokens = tokens }, state, 0, NULL);
+}
+
+void pd_dc_step_end(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why)
+{
+    if (!r->ended)
+        pd_dc_step(d, r, why->code == PD_ECANCEL ? PD_ST_CANCELLED : PD_ST_FAILED, 0, why->msg);
+    r->ended = true;
 }
 
 /* A run whose KV is on its way. Two may have one run id. */
@@ -65,6 +87,14 @@ struct pd_dc_run *pd_dc_find_on_way(struct pd_decoder *d, const char *run, const
             named = r;
     }
     return named;
+}
+
+static void on_started(void *ctx, struct pd_run *run)
+{
+    struct pd_dc_run *r = run->user;
+    if (!r->begun)      /* imported KV: decode_started is written at submission */
+        pd_dc_step(ctx, r, PD_ST_PREFILL_STARTED, 0, NULL);
+    r->begun = true;
 }
 
 static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t)
@@ -102,7 +132,9 @@ void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, u
     }
     r->submitted = true;        /* its own, or set when its kv came */
     d->n_active++;
-    pd_dc_step(d, r, blocks ? "decode_started" : "prefill_started", 0, NULL);
+    r->begun = r->decoding = blocks != NULL;
+    if (blocks)
+        pd_dc_step(d, r, PD_ST_DECODE_STARTED, 0, NULL);
     int rc = pd_batch_submit(d->batch, &j, &run, &e);
     if (rc < 0) {
         d->n_active--;
@@ -129,7 +161,7 @@ static void take_request(struct pd_decoder *d, const struct pd_rec *rec)
         pd_dc_refuse(d, r, &e);
         return;
     }
-    pd_dc_step(d, r, "accepted", 0, NULL);
+    pd_dc_step(d, r, PD_ST_ACCEPTED, 0, NULL);
     pd_dc_submit(d, r, NULL, 0);
 }
 
@@ -154,8 +186,10 @@ static bool take_error(struct pd_decoder *d, const struct pd_rec *rec)
         if (d->o->from_dump)
             pd_error("%s", e.msg);
         d->status = pd_exit_worse(d->status, code);
-        if (r)          /* it failed there, and its results come from there */
+        if (r) {        /* it failed there, and its results come from there */
+            pd_dc_step_end(d, r, &e);
             pd_dc_run_free(d, r);
+        }
     }
     pd_arena_free(&mem);
     return damaged;
@@ -265,7 +299,7 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
 {
     struct pd_decoder d = { .rt = rt, .o = o, .out = out, .trace = trace, .t0 = pd_mono_us() };
     d.tail = &d.head;
-    struct pd_batch_cb cb = { &d, NULL, on_token, on_finished };
+    struct pd_batch_cb cb = { &d, NULL, on_token, on_finished, on_started };
     struct pd_batch_opts bo = { rt->chunk, rt->max_seqs };
     bool open = true, stuck = false;    /* stuck: wait for input, as no run can go on before an import ends */
     uint32_t limit = 4 * rt->max_seqs;
@@ -323,6 +357,8 @@ out:
     if (pd_stop_level())
         d.status = pd_exit_worse(d.status, PD_ECANCEL);
     *status = d.status;
+    for (struct pd_dc_run *r = d.head; r && rc < 0; r = r->next)
+        pd_dc_step_end(&d, r, e);
     pd_batch_free(d.batch);
     while (d.head)
         pd_dc_run_free(&d, d.head);

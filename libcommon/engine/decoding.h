@@ -17,6 +17,8 @@ struct pd_dc_choice {
 struct pd_dc_run {
     struct pd_intake in;
     struct pd_kvdesc desc;      /* of a run that came with KV */
+    bool begun, decoding, ended;        /* events written: prefill_started or decode_started; decode_started; the last one */
+    char *failure;              /* the arena's: why a choice of it failed */
     bool remote, submitted;     /* submitted: decided, also when it needed no decoding; before that a remote run is on its way */
     bool told;                  /* its error went out */
     uint8_t op[16]; bool has_op;
@@ -71,7 +73,9 @@ void pd_dc_take_kv(struct pd_decoder *d, const struct pd_rec *rec);
 void pd_dc_reject_kv(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);     /* the KV will not be used; the first reason counts */
 
 /* A step of the run's life: into the trace, and to a person under -v. Its op is decode's, caused by prefill's. */
-void pd_dc_step(struct pd_decoder *d, struct pd_dc_run *r, const char *state, uint64_t bytes, const char *cause);
+void pd_dc_step(struct pd_decoder *d, struct pd_dc_run *r, enum pd_state_id state, uint64_t bytes, const char *cause);
+void pd_dc_step_tokens(struct pd_decoder *d, struct pd_dc_run *r, enum pd_state_id state, uint32_t choice, uint32_t pos, uint32_t tokens);
+void pd_dc_step_end(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);       /* failed, or cancelled; once */
 
 /* answer.c */
 int pd_dc_make_choices(struct pd_dc_run *r, const struct pd_tokenizer *tok, struct pd_err *e);

@@ -16,6 +16,7 @@ struct pd_engine_cli pd_engine_cli;
 struct poptOption pd_engine_options[] = {
     { "model", 'm', POPT_ARG_STRING, &pd_engine_cli.model, 0, "model file (GGUF)", "FILE" },
     { "trace", '\0', POPT_ARG_STRING, &pd_engine_cli.trace, 0, "append the life of each run to FILE", "FILE" },
+    { "trace-max", '\0', POPT_ARG_STRING, &pd_engine_cli.trace_max, 0, "begin a new trace before it grows past SIZE; the old one becomes FILE.1 (default: never)", "SIZE" },
     { "threads", 't', POPT_ARG_INT, &pd_engine_cli.threads, 0, "compute threads (default: the physical cores of the affinity mask)", "N" },
     { "chunk", '\0', POPT_ARG_INT, &pd_engine_cli.chunk, 0, "prompt tokens a step at the most (default 512)", "N" },
     { "max-seqs", '\0', POPT_ARG_INT, &pd_engine_cli.max_seqs, 0, "sequences that run at once (default 64)", "N" },
@@ -55,6 +56,19 @@ int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e)
     struct pd_runtime_opts o = { .model = c->model, .chat_template = c->chat_template, .role = role, .threads = c->threads, .kv_dtype = c->kv_dtype,
                                  .block_size = c->block_size, .kv_mem = mem, .chunk = c->chunk, .max_seqs = c->max_seqs };
     return pd_runtime_open(&o, rt, e);
+}
+
+int pd_engine_trace(const char *role, const struct pd_runtime *rt, struct pd_trace **t, struct pd_err *e)
+{
+    const struct pd_engine_cli *c = &pd_engine_cli;
+    int64_t max = 0;
+    int rc;
+    if (c->trace_max && (pd_parse_size(c->trace_max, &max, e) < 0 || max < 4096))
+        return pd_fail(e, PD_EUSAGE, "--trace-max: '%s' is not a size of 4KiB or more (example: --trace-max 64MiB)", c->trace_max);
+    if ((rc = pd_trace_open(c->trace, rt->worker, role, t, e)) < 0)
+        return rc;
+    pd_trace_limit(*t, (uint64_t)max);
+    return pd_trace_about(*t, rt->model->revision, PD_DOMAIN, e);
 }
 
 int pd_engine_reader(int fd, const char *name, struct pd_rstream **in, struct pd_err *e)

@@ -21,7 +21,7 @@ struct pf_run {
     uint8_t (*hashes)[16];
     struct pd_buf t;
     struct pd_err why;          /* set: the run failed */
-    bool offered;
+    bool offered, ended;        /* ended: its last event is written, or its kv is whole and on its way out */
     struct pf_run *next;
 };
 
@@ -71,26 +71,36 @@ static void reap(struct prefiller *p, bool wait)
     }
 }
 
-/* A failed request: its error and results, on the stream or (a dump has no place for them) on stderr alone. */
-static void refuse(struct prefiller *p, const struct pd_request *req, const struct pd_err *why)
+static void step_of(struct prefiller *p, struct pf_run *r, enum pd_state_id state, uint64_t bytes)
 {
+    struct pd_step s = { .run = r->desc.run, .where = "remote", .gen = r->desc.gen, .op = r->desc.op };
+    pd_run_step(p->trace, &s, state, bytes, NULL);
+}
+
+/* The run will not be published. */
+static void end_step(struct prefiller *p, struct pf_run *r, const struct pd_err *why)
+{
+    bool known = r->desc.fp_fields.p;
+    struct pd_step s = { .run = r->in.req.run, .where = "remote", .gen = known ? r->desc.gen : NULL, .op = known ? r->desc.op : NULL };
+    r->ended = true;
+    pd_run_step(p->trace, &s, why->code == PD_ECANCEL ? PD_ST_CANCELLED : PD_ST_FAILED, 0, why->msg);
+}
+
+/* A failed request: its error and results, on the stream or (a dump has no place for them) on stderr alone. */
+static void refuse(struct prefiller *p, struct pf_run *r, const struct pd_err *why)
+{
+    const struct pd_request *req = &r->in.req;
     struct pd_buf b = { 0 };
     struct pd_err e;
     struct pd_result as = { .mode = "remote", .prefill_worker = { p->rt->worker, strlen(p->rt->worker) } };
     pd_refusal_log(req, why);
-    pd_run_step(p->trace, &(struct pd_step){ .run = req->run, .where = "remote" }, "failed", 0, why->msg);
+    end_step(p, r, why);
     p->status = pd_exit_worse(p->status, why->code);
     if (p->dumping)
         return;
     if (pd_refusal_encode(req, why, "abort", &as, &b, &e) < 0 || pd_publish_record(p->pub, &b, &e) < 0)
         fatal(p, &e);
     pd_buf_free(&b);
-}
-
-static void step_of(struct prefiller *p, struct pf_run *r, const char *state, uint64_t bytes)
-{
-    struct pd_step s = { r->desc.run, "remote", r->desc.gen, r->desc.op, NULL };
-    pd_run_step(p->trace, &s, state, bytes, NULL);
 }
 
 /* --- descriptor ----------------------------------------------------------------------------------------------------------------------------------- */
@@ -198,12 +208,12 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
         return;
     if (!r->offered) {      /* also of a run without payload: offers tell the order of the runs */
         r->offered = true;
+        if (r->plan.n_chunks)
+            step_of(p, r, PD_ST_KV_TRANSFER_STARTED, 0);
         if (put_desc(p, r, true, &e) < 0) {
             fatal(p, &e);
             return;
         }
-        if (r->plan.n_chunks)
-            step_of(p, r, "kv_transfer_started", 0);
     }
     if (!r->plan.n_chunks)
         return;
@@ -219,6 +229,8 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
         }
     }
 }
+
+static void on_started(void *ctx, struct pd_run *run) { step_of(ctx, run->user, PD_ST_PREFILL_STARTED, 0); }
 
 static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t)
 {
@@ -240,14 +252,14 @@ static void complete(struct prefiller *p, struct pf_run *r)
     int rc;
     r->desc.first = r->first;
     r->desc.n_first = (uint32_t)r->in.req.n;
-    step_of(p, r, "prefill_completed", 0);
+    step_of(p, r, PD_ST_PREFILL_COMPLETED, 0);
+    step_of(p, r, PD_ST_KV_PUBLISHED, r->plan.bytes);   /* before the kv leaves: what decode does next comes after it in the log */
     if ((rc = stage_times(r, &e)) == 0)
         rc = p->dumping ? pd_publish_dump(p->pub, &r->desc, pd_seq_blocks(&r->run->seq[0]), (const uint8_t (*)[16])r->hashes,
                                           r->desc.n_tokens / r->desc.layout.block_size, &e)
                         : put_desc(p, r, false, &e);
     if (rc < 0)
         fatal(p, &e);
-    step_of(p, r, "kv_published", r->plan.bytes);
     p->tokens_done += r->desc.n_tokens;
 }
 
@@ -263,7 +275,7 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
         return;
     r->run = s->run;
     if (r->why.code)
-        refuse(p, &r->in.req, &r->why);
+        refuse(p, r, &r->why);
     else
         complete(p, r);
     if (pd_publish_end(p->pub, r, &e) < 0)
@@ -293,7 +305,7 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
         pd_run_new(r->in.req.run, NULL);        /* the answer to the other keeps the name */
         goto refused;
     }
-    pd_run_step(p->trace, &(struct pd_step){ .run = r->in.req.run, .where = "remote" }, "accepted", 0, NULL);
+    pd_run_step(p->trace, &(struct pd_step){ .run = r->in.req.run, .where = "remote" }, PD_ST_ACCEPTED, 0, NULL);
     if ((rc = describe(p, r, e)) < 0 || (rc = check_desc(p, r, e)) < 0)
         goto refused;
     if (!(r->first = pd_arena_alloc(&r->in.mem, (size_t)r->in.req.n, sizeof *r->first, e)))
@@ -303,10 +315,9 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
     if ((rc = pd_batch_submit(p->batch, &j, &run, e)) < 0)
         goto refused;
     r->run = run;
-    step_of(p, r, "prefill_started", 0);
     return;
 refused:
-    refuse(p, &r->in.req, e);
+    refuse(p, r, e);
     run_free(p, r);
 }
 
@@ -328,8 +339,8 @@ static int take_record(struct prefiller *p, struct pd_rstream *in, int timeout, 
     bool bad = false;
     int rc = pd_rstream_next(in, timeout, &rec, &bad, e);
     if (rc < 0 && bad) {
-        struct pd_request none = { .n = 1 };
-        pd_run_new(none.run, NULL);
+        struct pf_run none = { .in.req.n = 1 };
+        pd_run_new(none.in.req.run, NULL);
         refuse(p, &none, e);
         return 1;
     }
@@ -362,7 +373,7 @@ int pd_prefill_run(struct pd_runtime *rt, const struct pd_prefill_opts *o, struc
                    struct pd_trace *trace, int *status, struct pd_err *e)
 {
     struct prefiller p = { .rt = rt, .o = o, .trace = trace, .dumping = dump != NULL, .t0 = pd_mono_us() };
-    struct pd_batch_cb cb = { &p, on_layer, on_token, on_finished };
+    struct pd_batch_cb cb = { &p, on_layer, on_token, on_finished, on_started };
     struct pd_batch_opts bo = { rt->chunk, rt->max_seqs };
     bool open = true;
     int rc = pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &bo, &cb, &p.batch, e);
@@ -406,6 +417,11 @@ out:
     if (pd_stop_level())
         p.status = pd_exit_worse(p.status, PD_ECANCEL);
     *status = p.status;
+    if (rc < 0 && p.pub)
+        reap(&p, false);        /* these went out before it failed */
+    for (struct pf_run *r = p.runs; r && rc < 0; r = r->next)
+        if (!r->ended)
+            end_step(&p, r, e);
     pd_publish_free(p.pub);
     while (p.runs)
         run_free(&p, p.runs);

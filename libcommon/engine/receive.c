@@ -135,7 +135,7 @@ void pd_dc_take_offer(struct pd_decoder *d, const struct pd_rec *rec)
     }
     if (!r->desc.payload.scheme[0])     /* the run ended at prefill: its kv has all there is */
         return;
-    pd_dc_step(d, r, "kv_transfer_started", 0, NULL);
+    pd_dc_step(d, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL);
     uint32_t bs = (uint32_t)pd_pool_geom(d->rt->pool)->block_size;
     wait_for_blocks(d, (uint32_t)(((uint64_t)r->desc.n_tokens + bs - 1) / bs));
     if (pd_import_begin(d->rt->pool, &r->desc, &r->import, &e) < 0)
@@ -224,7 +224,7 @@ static void fall_back(struct pd_decoder *d, struct pd_dc_run *r)
     }
     snprintf(r->fallback, n, "%s: %s", kind, why->msg);
     r->mode = "local";
-    pd_dc_step(d, r, "fallback", 0, r->fallback);
+    pd_dc_step(d, r, PD_ST_FALLBACK, 0, r->fallback);
     pd_dc_submit(d, r, NULL, 0);
 }
 
@@ -310,7 +310,7 @@ void pd_dc_take_kv(struct pd_decoder *d, const struct pd_rec *rec)
     }
     r->kv_bytes = pd_import_bytes(r->import);
     r->kv_us = pd_import_us(r->import);
-    pd_dc_step(d, r, "kv_transfer_completed", r->kv_bytes, NULL);
+    pd_dc_step(d, r, PD_ST_KV_TRANSFER_COMPLETED, r->kv_bytes, NULL);
     uint32_t n, *blocks = pd_import_take(r->import, &n);
     pd_import_free(r->import);
     r->import = NULL;

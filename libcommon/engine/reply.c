@@ -74,7 +74,7 @@ int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, cons
     return rc;
 }
 
-void pd_run_step(struct pd_trace *t, const struct pd_step *s, const char *state, uint64_t bytes, const char *cause)
+void pd_run_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause)
 {
     pd_trace_step(t, s, state, bytes, cause);
     if (!pd_log_verbose())
@@ -82,7 +82,7 @@ void pd_run_step(struct pd_trace *t, const struct pd_step *s, const char *state,
     char size[40] = "";
     if (bytes)
         snprintf(size, sizeof size, ", %llu bytes", (unsigned long long)bytes);
-    pd_info("run %s: %s (%s)%s%s%s", s->run, state, s->where, size, cause ? ": " : "", cause ? cause : "");
+    pd_info("run %s: %s (%s)%s%s%s", s->run, pd_state[state].name, s->where, size, cause ? ": " : "", cause ? cause : "");
 }
 
 void pd_run_draining(uint32_t runs)

@@ -24,7 +24,7 @@ int pd_refusal_encode(const struct pd_request *r, const struct pd_err *why, cons
 /* Writes the records that lie one after the other in p[0..n). */
 int pd_put_records(struct pd_wstream *w, const uint8_t *p, size_t n, struct pd_err *e);
 /* A step of a run's life: into the trace, and to a person under -v. */
-void pd_run_step(struct pd_trace *t, const struct pd_step *s, const char *state, uint64_t bytes, const char *cause);
+void pd_run_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause);
 /* The op of a step: a hash of (run, step, inputs), so that the same step has the same op wherever it runs. */
 void pd_op_make(uint8_t op[16], const char *run, const char *step, const void *inputs, size_t n);
 /* Tells a person that a signal has come, and what a second one does. */

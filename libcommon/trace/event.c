@@ -3,6 +3,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include "../base/clock.h"
 #include "../base/fault.h"
@@ -13,8 +14,20 @@ struct pd_trace {
     int fd;
     char *path, *worker, *revision, *domain;
     char role[12];
-    atomic_bool warned;
+    uint64_t max_bytes;
+    atomic_bool warned, rotating;
 };
+
+static void trace_free(struct pd_trace *t)
+{
+    if (t->fd >= 0)
+        close(t->fd);
+    pd_free(t->path);
+    pd_free(t->worker);
+    pd_free(t->revision);
+    pd_free(t->domain);
+    pd_free(t);
+}
 
 int pd_trace_open(const char *path, const char *worker, const char *role, struct pd_trace **out, struct pd_err *e)
 {
@@ -36,17 +49,44 @@ int pd_trace_open(const char *path, const char *worker, const char *role, struct
         rc = pd_fail_sys(e, "cannot open the trace %s", path);
         goto out;
     }
+    pd_trace_process(t, PD_ST_STARTING);
     *out = t;
     return 0;
 out:
-    pd_trace_close(t);
+    trace_free(t);
     return rc;
+}
+
+void pd_trace_limit(struct pd_trace *t, uint64_t max_bytes)
+{
+    if (t)
+        t->max_bytes = max_bytes;
 }
 
 static void warn_once(struct pd_trace *t, const char *why)
 {
     if (!atomic_exchange(&t->warned, true))
         pd_warn("trace %s: %s; events are lost from here on", t->path, why);
+}
+
+/* Another thread may be writing meanwhile: its record goes into the one file or the other, whole, as the descriptor is replaced in one step. */
+static void rotate(struct pd_trace *t, size_t more)
+{
+    struct stat st;
+    if (fstat(t->fd, &st) || !S_ISREG(st.st_mode) || !st.st_size || (uint64_t)st.st_size + more <= t->max_bytes || atomic_exchange(&t->rotating, true))
+        return;
+    struct pd_buf old = { 0 };
+    struct pd_err e;
+    int fd = -1;
+    if (pd_buf_printf(&old, &e, "%s.1", t->path) || rename(t->path, (char *)old.p) || (fd = open(t->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600)) < 0 ||
+        dup3(fd, t->fd, O_CLOEXEC) < 0) {
+        pd_warn("trace %s: cannot begin a new file: %s; this one goes on past --trace-max", t->path, old.p ? strerror(errno) : e.msg);
+        t->max_bytes = 0;
+    }
+    if (fd >= 0)
+        close(fd);
+    pd_buf_free(&old);
+    atomic_store(&t->rotating, false);
 }
 
 void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
@@ -71,6 +111,8 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
     if (pd_event_encode(&v, &b, &e))
         warn_once(t, e.msg);
     else {
+        if (t->max_bytes)
+            rotate(t, b.n);
         /* One call a record: with O_APPEND several processes' records stand whole beside each other. */
         ssize_t n;
         do
@@ -82,25 +124,35 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
     pd_buf_free(&b);
 }
 
-void pd_trace_step(struct pd_trace *t, const struct pd_step *s, const char *state, uint64_t bytes, const char *cause)
+static void copy16(uint8_t to[16], bool *has, const uint8_t *from)
+{
+    *has = from != NULL;
+    if (from)
+        memcpy(to, from, 16);
+}
+
+void pd_trace_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause)
 {
     if (!t)
         return;
-    struct pd_event v = { .bytes = bytes, .has_gen = s->gen != NULL, .has_op = s->op != NULL, .has_parent = s->parent != NULL };
+    struct pd_event v = { .bytes = bytes, .choice = s->choice, .pos = s->pos, .tokens = s->tokens };
     if (s->run)
         snprintf(v.run, sizeof v.run, "%s", s->run);
-    snprintf(v.state, sizeof v.state, "%s", state);
+    snprintf(v.state, sizeof v.state, "%s", pd_state[state].name);
     if (s->where)
         snprintf(v.where, sizeof v.where, "%s", s->where);
-    if (s->gen)
-        memcpy(v.gen, s->gen, sizeof v.gen);
-    if (s->op)
-        memcpy(v.op, s->op, sizeof v.op);
-    if (s->parent)
-        memcpy(v.parent, s->parent, sizeof v.parent);
+    copy16(v.gen, &v.has_gen, s->gen);
+    copy16(v.op, &v.has_op, s->op);
+    copy16(v.parent, &v.has_parent, s->parent);
+    copy16(v.lease, &v.has_lease, s->lease);
     if (cause)
         v.cause = (struct pd_str){ cause, strlen(cause) };
     pd_trace_emit(t, &v);
+}
+
+void pd_trace_process(struct pd_trace *t, enum pd_state_id state)
+{
+    pd_trace_step(t, &(struct pd_step){ 0 }, state, 0, NULL);
 }
 
 static int copy_text(char **to, const char *from, struct pd_err *e)
@@ -122,11 +174,6 @@ void pd_trace_close(struct pd_trace *t)
 {
     if (!t)
         return;
-    if (t->fd >= 0)
-        close(t->fd);
-    pd_free(t->path);
-    pd_free(t->worker);
-    pd_free(t->revision);
-    pd_free(t->domain);
-    pd_free(t);
+    pd_trace_process(t, PD_ST_GONE);
+    trace_free(t);
 }

@@ -218,7 +218,9 @@ static const struct pd_field event_field[] = {
     { "parent", PD_F_BYTES, PD_FF_HAS, V(parent), .aux = offsetof(struct pd_event, has_parent) }, { "state", PD_F_CHARS, PD_FF_REQ, V(state) },
     { "role", PD_F_CHARS, 0, V(role) }, { "where", PD_F_CHARS, 0, V(where) }, { "worker", PD_F_STR, 0, V(worker) }, { "domain", PD_F_STR, 0, V(domain) },
     { "model_revision", PD_F_STR, 0, V(model_revision) }, { "gen", PD_F_BYTES, PD_FF_HAS, V(gen), .aux = offsetof(struct pd_event, has_gen) },
-    { "bytes", PD_F_U64, PD_FF_NZ, V(bytes) }, { "t_us", PD_F_I64, PD_FF_REQ, V(t_us) }, { "mono_us", PD_F_I64, PD_FF_REQ, V(mono_us) }, { "cause", PD_F_STR, PD_FF_MEND, V(cause) } };
+    { "lease", PD_F_BYTES, PD_FF_HAS, V(lease), .aux = offsetof(struct pd_event, has_lease) }, { "bytes", PD_F_U64, PD_FF_NZ, V(bytes) },
+    { "choice", PD_F_U32, PD_FF_NZ, V(choice) }, { "pos", PD_F_U32, PD_FF_NZ, V(pos) }, { "tokens", PD_F_U32, PD_FF_NZ, V(tokens) },
+    { "t_us", PD_F_I64, PD_FF_REQ, V(t_us) }, { "mono_us", PD_F_I64, PD_FF_REQ, V(mono_us) }, { "cause", PD_F_STR, PD_FF_MEND, V(cause) } };
 static const struct pd_table event_table = { "event", event_field, sizeof event_field / sizeof *event_field, -1 };
 
 int pd_event_encode(const struct pd_event *v, struct pd_buf *b, struct pd_err *e) { return encode(&event_table, v, b, e); }

@@ -124,14 +124,16 @@ struct pd_result {
 
 struct pd_error_rec { char run[PD_RUN_LEN + 1]; struct pd_bin id; char class_[16]; int code; struct pd_str message; char action[16]; };
 
-/* `event`: one step of a run's state machine (06-faults). Empty strings and zero ids are left out. */
+/* `event`: one step of a run's or a lease's life, or of the process's that writes (../trace/state.h). Empty strings and zero ids are left out.
+ * `streaming` carries which tokens went out: `tokens` of them from position `pos` on of one choice; `completed` carries the tokens of all choices. */
 struct pd_event {
     char run[PD_RUN_LEN + 1];
     uint8_t op[16], parent[16]; bool has_op, has_parent;
     char state[24], role[12], where[12];
     struct pd_str worker, domain, model_revision, cause;
-    uint8_t gen[PD_GEN_LEN]; bool has_gen;
+    uint8_t gen[PD_GEN_LEN], lease[16]; bool has_gen, has_lease;
     uint64_t bytes;
+    uint32_t choice, pos, tokens;
     int64_t t_us, mono_us;
 };
 

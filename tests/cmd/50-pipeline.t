@@ -263,7 +263,8 @@ def main():
     ok(x.returncode == 0 and x.stdout == b"", "no input: no output, exit 0", (x.returncode, x.stderr))
     x = run(prefill("--trace", f"{tmp}/t.log"), lines(REQS[:1]))
     ev = records(run(trace("cat", "--format", "json", f"{tmp}/t.log")).stdout)
-    ok([e["state"] for e in ev][0] == "accepted" and "kv_published" in [e["state"] for e in ev], "--trace tells the life of a run", ev)
+    ok([e["state"] for e in ev] == ["starting", "accepted", "prefill_started", "kv_transfer_started", "prefill_completed", "kv_published", "gone"],
+       "--trace tells the life of a run", ev)
 
 
 main()

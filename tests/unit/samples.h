@@ -81,8 +81,14 @@ static inline struct pd_event sample_event(void)
         .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .has_gen = true, .bytes = 737280, .t_us = 1700000000000000, .mono_us = 1234567, .cause = STR("asked") };
 }
 
-enum { N_SAMPLES = 11 };
-static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only" };
+static inline struct pd_event lease_event(void)
+{
+    return (struct pd_event){ .run = RUN_A, .state = "lease_granted", .role = "prefill", .worker = STR("p0"), .lease = "leaseleaselease", .has_lease = true, .has_gen = true,
+        .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .bytes = 737280, .choice = 1, .pos = 7, .tokens = 3, .t_us = 1700000000000001, .mono_us = 1234568 };
+}
+
+enum { N_SAMPLES = 12 };
+static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only", "event-lease" };
 
 /* The i-th sample, encoded. */
 static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
@@ -93,7 +99,7 @@ static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
     struct pd_token t = sample_token();
     struct pd_result r = sample_result(), failed = { .run = RUN_A, .text = STR(""), .finish_reason = "error", .fallback = STR("checksum"), .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .kv_ms = -1 };
     struct pd_error_rec er = sample_error();
-    struct pd_event ev = sample_event();
+    struct pd_event ev = sample_event(), lease = lease_event();
     bare.payload = (struct pd_payload){ 0 };
     bare.request = small_request();
     bare.domain = bare.worker = (struct pd_str){ 0 };
@@ -111,6 +117,7 @@ static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
     case 7: return pd_result_encode(&failed, b, e);
     case 8: return pd_error_encode(&er, b, e);
     case 9: return pd_event_encode(&ev, b, e);
+    case 11: return pd_event_encode(&lease, b, e);
     default: return pd_kvdesc_encode(&bare, b, e);
     }
 }

@@ -230,7 +230,7 @@ static void events_are_whole_records(void **state)
     const char *path = in_dir("trace");
     assert_int_equal(pd_trace_open(NULL, "w", "prefill", &t, &e), 0);
     assert_null(t);
-    pd_trace_step(t, &(struct pd_step){ .run = "x" }, "accepted", 0, NULL);
+    pd_trace_step(t, &(struct pd_step){ .run = "x" }, PD_ST_ACCEPTED, 0, NULL);
     pd_trace_close(t);
     assert_int_equal(pd_trace_open("/no/such/dir/t", "w", "prefill", &t, &e), PD_EFAIL);
     for (int i = 0; i < 4; i++)     /* four writers at once */
@@ -241,7 +241,7 @@ static void events_are_whole_records(void **state)
                 _exit(1);
             uint8_t gen[PD_GEN_LEN] = { 1 };
             for (int k = 0; k < 500; k++)
-                pd_trace_step(t, &(struct pd_step){ .run = "01ARZ3NDEKTSV4RRFFQ69G5FAV", .where = "remote", .gen = k % 2 ? gen : NULL }, "kv_published", (uint64_t)k, k % 3 ? "why" : NULL);
+                pd_trace_step(t, &(struct pd_step){ .run = "01ARZ3NDEKTSV4RRFFQ69G5FAV", .where = "remote", .gen = k % 2 ? gen : NULL }, PD_ST_KV_PUBLISHED, (uint64_t)k, k % 3 ? "why" : NULL);
             pd_trace_close(t);
             _exit(0);
         }
@@ -253,7 +253,7 @@ static void events_are_whole_records(void **state)
     struct pd_rstream *s;
     struct pd_rec rec;
     bool bad;
-    int n = 0, rc, next[4] = { 0 };
+    int n = 0, n_life = 0, rc, next[4] = { 0 };
     struct pd_rstream_opts o = { .own_fd = true };
     assert_int_equal(pd_rstream_new(open(path, O_RDONLY), &o, &s, &e), 0);
     while ((rc = pd_rstream_next(s, -1, &rec, &bad, &e)) == 1) {
@@ -263,6 +263,13 @@ static void events_are_whole_records(void **state)
             fail_msg("%s", e.msg);
         int w = ev.worker.p[1] - '0';
         assert_in_range(w, 0, 3);
+        if (!ev.run[0]) {
+            assert_string_equal(ev.state, next[w] ? "gone" : "starting");
+            assert_in_range(next[w], 0, next[w] ? 500 : 0);
+            n_life++;
+            pd_arena_free(&a);
+            continue;
+        }
         assert_int_equal(ev.bytes, next[w]);
         assert_int_equal(ev.has_gen, next[w] % 2);
         next[w]++;
@@ -274,23 +281,62 @@ static void events_are_whole_records(void **state)
     }
     assert_int_equal(rc, 0);
     assert_int_equal(n, 2000);
+    assert_int_equal(n_life, 8);
     pd_rstream_free(s);
     unlink(path);
     /* a full disk: told once, and the run goes on */
     int p[2], keep = dup(2);
     assert_int_equal(pipe(p), 0);
-    assert_int_equal(pd_trace_open("/dev/full", "w", "decode", &t, &e), 0);
     dup2(p[1], 2);
+    assert_int_equal(pd_trace_open("/dev/full", "w", "decode", &t, &e), 0);
     for (int i = 0; i < 3; i++)
-        pd_trace_step(t, &(struct pd_step){ 0 }, "accepted", 0, NULL);
+        pd_trace_step(t, &(struct pd_step){ 0 }, PD_ST_ACCEPTED, 0, NULL);
+    pd_trace_close(t);
     dup2(keep, 2);
     close(keep);
     close(p[1]);
-    pd_trace_close(t);
     char got[500] = "";
     assert_true(read(p[0], got, sizeof got - 1) > 0);
     close(p[0]);
     assert_string_equal(got, "pd-test: trace /dev/full: No space left on device; events are lost from here on\n");
+}
+
+/* Past the limit a record begins a new file; the two that are left hold whole records, the last ones written. */
+static void a_trace_rotates(void **state)
+{
+    struct pd_trace *t;
+    struct pd_err e;
+    char path[200], old[210];
+    snprintf(path, sizeof path, "%s", in_dir("rotated"));
+    snprintf(old, sizeof old, "%s.1", path);
+    assert_int_equal(pd_trace_open(path, "w", "prefill", &t, &e), 0);
+    pd_trace_limit(t, 4096);
+    for (uint32_t k = 1; k <= 200; k++)
+        pd_trace_step(t, &(struct pd_step){ .run = "01ARZ3NDEKTSV4RRFFQ69G5FAV" }, PD_ST_KV_PUBLISHED, k, NULL);
+    pd_trace_close(t);
+    uint64_t last = 0, n = 0;
+    for (int i = 0; i < 2; i++) {
+        struct pd_rstream *s;
+        struct pd_rec rec;
+        struct pd_rstream_opts o = { .own_fd = true };
+        struct stat st;
+        assert_int_equal(stat(i ? path : old, &st), 0);
+        assert_in_range(st.st_size, 1, 4096);
+        assert_int_equal(pd_rstream_new(open(i ? path : old, O_RDONLY), &o, &s, &e), 0);
+        while (pd_rstream_next(s, -1, &rec, NULL, &e) == 1) {
+            struct pd_arena a = { 0 };
+            struct pd_event ev;
+            assert_int_equal(pd_event_decode(rec.p, rec.n, &a, &ev, &e), 0);
+            assert_true(!ev.run[0] || !last || ev.bytes == last + 1);
+            last = ev.run[0] ? ev.bytes : last;
+            n++;
+            pd_arena_free(&a);
+        }
+        pd_rstream_free(s);
+        unlink(i ? path : old);
+    }
+    assert_int_equal(last, 200);
+    assert_true(n > 20);
 }
 
 int main(void)
@@ -301,7 +347,8 @@ int main(void)
         return 1;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(names_are_refused_with_a_reason), cmocka_unit_test(a_file_appears_whole_or_not_at_all), cmocka_unit_test(devices_are_written_as_they_are),
-        cmocka_unit_test(a_socket_serves_one_peer), cmocka_unit_test(a_socket_is_private_and_not_stolen), cmocka_unit_test(events_are_whole_records) };
+        cmocka_unit_test(a_socket_serves_one_peer), cmocka_unit_test(a_socket_is_private_and_not_stolen), cmocka_unit_test(events_are_whole_records),
+        cmocka_unit_test(a_trace_rotates) };
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     return rmdir(dir) || failed;
 }

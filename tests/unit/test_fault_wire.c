@@ -96,7 +96,7 @@ static int traced(struct pd_err *e)
     if (rc)
         return rc;
     for (int i = 0; i < 3; i++)
-        pd_trace_step(t, &(struct pd_step){ .run = RUN_A, .where = "local" }, "accepted", 0, NULL);
+        pd_trace_step(t, &(struct pd_step){ .run = RUN_A, .where = "local" }, PD_ST_ACCEPTED, 0, NULL);
     pd_trace_close(t);
     return 0;
 }
