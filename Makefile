@@ -27,14 +27,19 @@ ISA_scalar := -fno-tree-vectorize -fno-tree-slp-vectorize
 ISA_avx2   := -mavx2 -mfma -mf16c -DPD_ISA_AVX2
 ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c -mprefer-vector-width=512 -DPD_ISA_AVX512
 
+# The tile unit's own file is one more instruction set beside avx512, whose functions it calls.
+ISA_amx    := $(ISA_avx512) -mamx-tile -mamx-int8 -mamx-bf16
+
 LIB_SRC := $(wildcard libcommon/*/*.c libcommon/model/family/*.c)
 CPU_COM := kernels/cpu/select.c
-CPU_ISA := $(filter-out $(CPU_COM),$(wildcard kernels/cpu/*.c))
+CPU_AMX := kernels/cpu/amx.c
+CPU_ISA := $(filter-out $(CPU_COM) $(CPU_AMX),$(wildcard kernels/cpu/*.c))
+CPU_OBJ := $(foreach i,scalar avx2 avx512,$(CPU_ISA:%.c=%.$(i).o)) $(CPU_AMX:%.c=%.amx.o)
 # V=fault compiles only what has fault points; the other objects (SHARED) are those of the plain build.
 SHARED  := $(if $(filter fault,$(V)),build,$(B))
 FAULTY  := $(shell grep -lE 'fault\.h|PD_FAULT' $(LIB_SRC))
 LIB_OBJ := $(FAULTY:%.c=$(B)/o/%.o) $(patsubst %.c,$(SHARED)/o/%.o,$(filter-out $(FAULTY),$(LIB_SRC)) $(wildcard $(CPU_COM))) \
-           $(foreach i,scalar avx2 avx512,$(CPU_ISA:%.c=$(SHARED)/o/%.$(i).o))
+           $(CPU_OBJ:%=$(SHARED)/o/%)
 CMDS    := $(patsubst cmd/%.c,$(B)/bin/%,$(wildcard cmd/pd-*.c))
 UNITS   := $(patsubst tests/unit/%.c,$(B)/unit/%,$(wildcard tests/unit/test_*.c))
 DRILLS  := $(filter $(B)/unit/test_fault_%,$(UNITS))
@@ -74,9 +79,9 @@ endif
 define isa_rule
 $(SHARED)/o/kernels/cpu/%.$(1).o: kernels/cpu/%.c
 	@mkdir -p $$(@D)
-	$$(CC) $$(FLAGS) $$(CFLAGS) -O3 $$(ISA_$(1)) -DPD_ISA=$(1) -MMD -MP -c $$< -o $$@
+	$$(CC) $$(FLAGS) $$(CFLAGS) -O3 $$(ISA_$(1)) -DPD_ISA=$(1:amx=avx512) -MMD -MP -c $$< -o $$@
 endef
-$(foreach i,scalar avx2 avx512,$(eval $(call isa_rule,$(i))))
+$(foreach i,scalar avx2 avx512 amx,$(eval $(call isa_rule,$(i))))
 $(B)/bin/%: cmd/%.c $(B)/libpd.a
 	@mkdir -p $(@D)
 	$(CC) $(FLAGS) $(CFLAGS) -MMD -MP -MF $(B)/o/$*.d $< -o $@ $(B)/libpd.a $(LIBS)
@@ -89,16 +94,16 @@ $(B)/tools/%: tests/tools/%.c $(B)/libpd.a
 # libFuzzer is clang's: the targets compile the library's sources again, instrumented.
 FUZZ_FLAGS := $(filter-out -fsanitize%,$(FLAGS)) -O1 -g -fsanitize=fuzzer-no-link,address,undefined -Wno-everything
 FUZZ_OBJ   := $(LIB_SRC:%.c=build/fuzz/o/%.o) $(patsubst %.c,build/fuzz/o/%.o,$(wildcard $(CPU_COM))) \
-              $(foreach i,scalar avx2 avx512,$(CPU_ISA:%.c=build/fuzz/o/%.$(i).o))
+              $(CPU_OBJ:%=build/fuzz/o/%)
 build/fuzz/o/%.o: %.c
 	@mkdir -p $(@D)
 	clang $(FUZZ_FLAGS) -MMD -MP -c $< -o $@
 define fuzz_isa_rule
 build/fuzz/o/kernels/cpu/%.$(1).o: kernels/cpu/%.c
 	@mkdir -p $$(@D)
-	clang $$(FUZZ_FLAGS) $$(ISA_$(1)) -DPD_ISA=$(1) -MMD -MP -c $$< -o $$@
+	clang $$(FUZZ_FLAGS) $$(ISA_$(1)) -DPD_ISA=$(1:amx=avx512) -MMD -MP -c $$< -o $$@
 endef
-$(foreach i,scalar avx2 avx512,$(eval $(call fuzz_isa_rule,$(i))))
+$(foreach i,scalar avx2 avx512 amx,$(eval $(call fuzz_isa_rule,$(i))))
 build/fuzz/libpd.a: $(FUZZ_OBJ)
 	@rm -f $@; ar rcs $@ $(FUZZ_OBJ)
 build/fuzz/%: tests/fuzz/%.c build/fuzz/libpd.a

@@ -1,7 +1,7 @@
 /* The table of kernel functions: everything that a backend does for the engine and the KV plane. Header only; no folder above includes kernels/cpu.
  *
  * Bit-identity: each output element is a reduction whose order depends only on its own position, never on the number of rows, the chunk, the thread or
- * the SIMD width. Every kernel is written over 16 virtual float lanes. Integer-dot results are equal across scalar, avx2 and avx512 in every bit.
+ * the SIMD width. Every kernel is written over 16 virtual float lanes. Integer-dot results are equal across scalar, avx2, avx512 and amx in every bit.
  *
  * Packed weights (struct pd_pmat), W is [n_out, n_in], groups of 32 outputs (the last group zero-padded), n_in a multiple of 32 (rows are zero-padded):
  *   PD_PK_F32   for each group, for each k: 32 floats
@@ -55,7 +55,7 @@ struct pd_attn {                /* attention of one sequence, one layer, one KV 
 #define PD_ATTN_SEG 256         /* keys a segment: scores, max, exp, sum and P.V are formed per segment at fixed absolute positions, then merged in order */
 
 struct pd_kernels {
-    const char *name;           /* "scalar" "avx2" "avx512" */
+    const char *name;           /* "scalar" "avx2" "avx512" "amx" */
     const char *cls_int, *cls_bf16, *cls_float;         /* numerics class of integer-dot, bf16 and f32/f16 models: equal strings = equal bits */
 
     /* y[r*ldy + o] = (add ? y : 0) + sum_k x[r][k] W[o][k], for outputs of groups [g0, g1), rows 0..m-1. x: prepared rows, `act_stride` apart.
@@ -88,7 +88,7 @@ struct pd_kernels {
     uint64_t (*read)(const void *p, size_t n);
 };
 
-/* The best table that this CPU runs, or the one that PD_CPU=scalar|avx2|avx512 names; NULL with *why set to a static text when that is unknown or cannot run here. */
+/* The best table that this CPU runs, or the one that PD_CPU=scalar|avx2|avx512|amx names; NULL with *why set to a static text when that is unknown or cannot run here. */
 const struct pd_kernels *pd_kernels_cpu(const char *force, const char **why);
 
 #endif

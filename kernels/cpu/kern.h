@@ -38,6 +38,12 @@ size_t K(attn_scratch)(int head_dim, int n_group);
 double K(peak)(enum pd_pack pack, long n, float *sink);
 uint64_t K(read)(const void *p, size_t n);
 
+/* Numerics classes: the tests assert that all builds of a class agree in every bit, for the bf16 instruction too (its two fused steps, odd then
+ * even, and its flushing of denormals are reproduced where it is missing). */
+#define PD_CLS_INT "i8b32-1"
+#define PD_CLS_BF16 "bf16dp-1"
+#define PD_CLS_FLOAT "f32seq-1"
+
 extern const struct pd_kernels PD_CAT(pd_kernels, PD_ISA);
 
 #endif

@@ -1,9 +1,11 @@
 /* Which build of the kernels this CPU runs. */
 #include <cpuid.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include "../kernels.h"
 
-extern const struct pd_kernels pd_kernels_scalar, pd_kernels_avx2, pd_kernels_avx512;
+extern const struct pd_kernels pd_kernels_scalar, pd_kernels_avx2, pd_kernels_avx512, pd_kernels_amx;
 
 static int has_f16c(void)       /* not every compiler's check knows this name */
 {
@@ -19,6 +21,15 @@ static int has_avx512(void)
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 
+/* The tile unit: the processor's, and the kernel's leave to use it (asked once a process; its threads inherit it). */
+static int has_amx(void)
+{
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_TILEDATA = 18 };
+    unsigned a, b, c, d, want = 1u << 22 | 1u << 24 | 1u << 25;     /* AMX-BF16, AMX-TILE, AMX-INT8 */
+    return has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & want) == want &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_TILEDATA) == 0;
+}
+
 const struct pd_kernels *pd_kernels_cpu(const char *force, const char **why)
 {
     const char *unused;
@@ -27,7 +38,7 @@ const struct pd_kernels *pd_kernels_cpu(const char *force, const char **why)
     *why = NULL;
     __builtin_cpu_init();
     if (!force || !*force)
-        return has_avx512() ? &pd_kernels_avx512 : has_avx2() ? &pd_kernels_avx2 : &pd_kernels_scalar;
+        return has_amx() ? &pd_kernels_amx : has_avx512() ? &pd_kernels_avx512 : has_avx2() ? &pd_kernels_avx2 : &pd_kernels_scalar;
     if (!strcmp(force, "scalar"))
         return &pd_kernels_scalar;
     if (!strcmp(force, "avx2")) {
@@ -42,6 +53,12 @@ const struct pd_kernels *pd_kernels_cpu(const char *force, const char **why)
         *why = "this CPU lacks AVX-512 F, BW, VL, DQ, VNNI or BF16: use PD_CPU=avx2 or scalar, or unset it";
         return NULL;
     }
-    *why = "unknown CPU path: use scalar, avx2 or avx512, or unset PD_CPU";
+    if (!strcmp(force, "amx")) {
+        if (has_amx())
+            return &pd_kernels_amx;
+        *why = "this CPU lacks AMX tiles, INT8 or BF16, or its kernel does not lend them: use PD_CPU=avx512, avx2 or scalar, or unset it";
+        return NULL;
+    }
+    *why = "unknown CPU path: use scalar, avx2, avx512 or amx, or unset PD_CPU";
     return NULL;
 }

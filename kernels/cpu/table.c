@@ -17,11 +17,9 @@ static size_t gemm_scratch(const struct pd_pmat *w)
     return w->pack == PD_PK_U8 || w->pack == PD_PK_U4 ? K(gemm_int_scratch)(w) : K(gemm_float_scratch)(w);
 }
 
-/* One class string for all builds: the tests assert that they agree in every bit, for the bf16 instruction too (its two fused steps, odd
- * then even, and its flushing of denormals are reproduced elsewhere). */
 const struct pd_kernels PD_CAT(pd_kernels, PD_ISA) = {
     .name = STR(PD_ISA),
-    .cls_int = "i8b32-1", .cls_bf16 = "bf16dp-1", .cls_float = "f32seq-1",
+    .cls_int = PD_CLS_INT, .cls_bf16 = PD_CLS_BF16, .cls_float = PD_CLS_FLOAT,
     .gemm = gemm, .gemm_scratch = gemm_scratch, .act_stride = K(act_stride), .prep = K(prep),
     .rmsnorm = K(rmsnorm), .rope = K(rope), .silu_mul = K(silu_mul), .add = K(add), .kv_write = K(kv_write),
     .attn = K(attn), .attn_seg = K(attn_seg), .attn_merge = K(attn_merge), .attn_scratch = K(attn_scratch),

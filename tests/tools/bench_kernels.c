@@ -1,8 +1,7 @@
 /* How near the kernels come to what this machine can do: each beside a roofline measured in the same run.
  *   bench_kernels [-t THREADS] [-k ISA] [WORD...]     only lines whose name holds one of the words
  * The best of many short repetitions is shown, so a busy machine hurts little. The rooflines of products are loops of the instruction that the kernel
- * is made of (VPDPBUSD, VDPBF16PS, fused multiply-add) on registers; that of matrix-vector work is reading memory. */
-#include <immintrin.h>
+ * is made of (the table's peak) on registers; that of matrix-vector work is reading memory. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -63,27 +62,18 @@ static double best(pd_task_fn *fn, void *ctx, int tasks)
     return least;
 }
 
-/* Rooflines. */
+/* Rooflines: what the table in use says of itself. */
 enum { PEAK_ITER = 100000 };
 static volatile float sink;
-#define PEAK(name, isa, init, op, fold) \
-    static __attribute__((target(isa))) void name(void *ctx, int task, int tid) \
-    { \
-        init; \
-        for (int i = 0; i < PEAK_ITER; i++) { op(0) op(1) op(2) op(3) op(4) op(5) op(6) op(7) op(8) op(9) op(10) op(11) } \
-        fold; \
-    }
-#define ISA512 "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"
-#define OP_I(n) a[n] = _mm512_dpbusd_epi32(a[n], w, x); __asm__ volatile("" : "+v"(a[n]));
-#define OP_B(n) a[n] = _mm512_dpbf16_ps(a[n], (__m512bh)w, (__m512bh)x); __asm__ volatile("" : "+v"(a[n]));
-#define OP_F(n) a[n] = _mm512_fmadd_ps(a[n], w, x); __asm__ volatile("" : "+v"(a[n]));
-PEAK(peak_int, ISA512, __m512i a[12] = { 0 }; __m512i w = _mm512_set1_epi8(3); __m512i x = _mm512_set1_epi8((char)(task + 1)), OP_I,
-     sink = (float)_mm512_reduce_add_epi32(_mm512_add_epi32(a[0], a[7])))
-PEAK(peak_bf16, ISA512, __m512 a[12] = { 0 }; __m512i w = _mm512_set1_epi32(0x3f803f80); __m512i x = _mm512_set1_epi32(0x3f003f00 + task), OP_B,
-     sink = _mm512_reduce_add_ps(_mm512_add_ps(a[0], a[7])))
-PEAK(peak_fma, ISA512, __m512 a[12] = { 0 }; __m512 w = _mm512_set1_ps(0.5f); __m512 x = _mm512_set1_ps((float)task), OP_F,
-     sink = _mm512_reduce_add_ps(_mm512_add_ps(a[0], a[7])))
-
+static double peak_ops;             /* of one task */
+static void run_peak(void *ctx, int task, int tid)
+{
+    float f;
+    double ops = k->peak(*(const enum pd_pack *)ctx, PEAK_ITER, &f);
+    sink = f;
+    if (!task)
+        peak_ops = ops;
+}
 static uint8_t *big;
 static size_t big_bytes = (size_t)256 << 20;
 static __attribute__((target("avx2"))) void read_mem(void *ctx, int task, int tid)
@@ -243,12 +233,11 @@ int main(int argc, char **argv)
     }
     big = mem(big_bytes);
     memset(big, 1, big_bytes);
-    bool wide = pd_kernels_cpu("avx512", NULL);
-    double ops = wide ? PEAK_ITER * 12.0 * n_threads : 0;
-    if (wide) {
-        roof_int = ops * 128 / best(peak_int, NULL, n_threads) * 1e-9;
-        roof_bf16 = ops * 64 / best(peak_bf16, NULL, n_threads) * 1e-9;
-        roof_fma = ops * 32 / best(peak_fma, NULL, n_threads) * 1e-9;
+    double *roofs[] = { &roof_int, &roof_bf16, &roof_fma };
+    for (int i = 0; i < 3; i++) {
+        enum pd_pack pack = (enum pd_pack[]){ PD_PK_U8, PD_PK_BF16, PD_PK_F32 }[i];
+        double s = best(run_peak, &pack, n_threads);
+        *roofs[i] = peak_ops * n_threads / s * 1e-9;
     }
     roof_read = (double)big_bytes / best(read_mem, NULL, 16) * 1e-9;
     printf("%s, %d threads: int8 dot %.0f GOP/s, bf16 dot %.0f GFLOP/s, fma %.0f GFLOP/s, read %.1f GB/s\n", k->name, n_threads, roof_int, roof_bf16, roof_fma, roof_read);

@@ -115,6 +115,7 @@ static void test_same_bits(void **state)
     static const struct { int threads; const char *cpu; uint32_t chunk; int block_size; } v[] = {
         { 1, NULL, 512, 16 }, { 2, NULL, 512, 16 }, { 2, NULL, 64, 16 }, { 2, NULL, 7, 16 }, { 1, NULL, 1, 16 }, { 2, NULL, 1, 16 }, { 2, NULL, 512, 32 },
         { 2, "scalar", 512, 16 }, { 1, "scalar", 7, 16 }, { 2, "avx2", 512, 16 }, { 2, "avx2", 1, 16 }, { 2, "avx512", 512, 16 },
+        { 2, "avx512", 1, 16 },
     };
     enum { N = 300 };
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
