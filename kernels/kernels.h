@@ -35,10 +35,10 @@ struct pd_pmat {
     uint8_t *data;              /* n_groups * group_bytes, 64-byte aligned */
 };
 
-/* One row of prepared activations, at `row + i * act_stride(kind, n_in_pad)`:
- *   PD_PK_F32, PD_PK_F16: n_in_pad floats
- *   PD_PK_BF16: n_in_pad bf16
- *   PD_PK_U8, PD_PK_U4: a record of 48 bytes for each 32 k: int8 q[32], float scale (max|x| / 127), int16 isum[2] (sums of q over each 16), float scale * sum, 4 spare.
+/* One row of prepared activations, at `row + i * act_stride(kind, n_in_pad)`: a part of act_part(kind) bytes for each 32 k, each made of its own 32 k alone:
+ *   PD_PK_F32, PD_PK_F16: 32 floats
+ *   PD_PK_BF16: 32 bf16
+ *   PD_PK_U8, PD_PK_U4: 48 bytes: int8 q[32], float scale (max|x| / 127), int16 isum[2] (sums of q over each 16), float scale * sum, 4 spare.
  *   x ~ scale * q. */
 
 struct pd_attn {                /* attention of one sequence, one layer, one KV head; GQA group of query heads together */
@@ -62,6 +62,7 @@ struct pd_kernels {
      * scratch: gemm_scratch(w) bytes a thread, 64-byte aligned. Outputs past n_out are not written. */
     void (*gemm)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch);
     size_t (*gemm_scratch)(const struct pd_pmat *w);
+    size_t (*act_part)(enum pd_pack pack);
     size_t (*act_stride)(enum pd_pack pack, int n_in_pad);              /* bytes, a multiple of 64 */
     void (*prep)(enum pd_pack pack, const float *x, int n_in, int n_in_pad, void *row);
 

@@ -295,7 +295,7 @@ static double peak(enum pd_pack pack, long n, float *sink)
 const struct pd_kernels pd_kernels_amx = {
     .name = "amx",
     .cls_int = PD_CLS_INT, .cls_bf16 = "bf16amx-1", .cls_float = PD_CLS_FLOAT,
-    .gemm = gemm, .gemm_scratch = gemm_scratch, .act_stride = K(act_stride), .prep = K(prep),
+    .gemm = gemm, .gemm_scratch = gemm_scratch, .act_part = K(act_part), .act_stride = K(act_stride), .prep = K(prep),
     .rmsnorm = K(rmsnorm), .rope = K(rope), .silu_mul = K(silu_mul), .add = K(add), .kv_write = K(kv_write),
     .attn = K(attn), .attn_seg = K(attn_seg), .attn_merge = K(attn_merge), .attn_scratch = K(attn_scratch),
     .exp_sub = K(exp_sub), .max = K(max), .peak = peak, .read = K(read),

@@ -182,11 +182,8 @@ void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t
     }
 }
 
-size_t K(act_stride)(enum pd_pack pack, int n_in_pad)
-{
-    size_t n = (size_t)n_in_pad, bytes = pack == PD_PK_BF16 ? 2 * n : pack == PD_PK_U8 || pack == PD_PK_U4 ? n / 32 * sizeof(struct act) : 4 * n;
-    return (bytes + 63) & ~(size_t)63;
-}
+size_t K(act_part)(enum pd_pack pack) { return pack == PD_PK_BF16 ? 64 : pack == PD_PK_U8 || pack == PD_PK_U4 ? sizeof(struct act) : 128; }
+size_t K(act_stride)(enum pd_pack pack, int n_in_pad) { return ((size_t)n_in_pad / 32 * K(act_part)(pack) + 63) & ~(size_t)63; }
 
 static void prep_int(const float *x, struct act *a)
 {

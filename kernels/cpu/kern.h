@@ -19,6 +19,7 @@ void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t
 void K(gemm_float)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch);
 size_t K(gemm_int_scratch)(const struct pd_pmat *w);
 size_t K(gemm_float_scratch)(const struct pd_pmat *w);
+size_t K(act_part)(enum pd_pack pack);
 size_t K(act_stride)(enum pd_pack pack, int n_in_pad);
 void K(prep)(enum pd_pack pack, const float *x, int n_in, int n_in_pad, void *row);
 

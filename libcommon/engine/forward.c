@@ -2,6 +2,7 @@
 #include "forward.h"
 
 #define ATTN_TILE 32            /* query rows of a prefill attention task */
+#define FFN_ROWS 256            /* rows whose gate and up are in a thread's scratch at once */
 
 struct pd_fwd {
     const struct pd_model *m;
@@ -15,8 +16,7 @@ struct pd_fwd {
     float *logits;                      /* [max_logits, n_vocab] */
     float *rope;                        /* [n_rope, n_rot/2, 2] cos, sin by position */
     uint32_t n_rope;
-    uint8_t *act;                       /* prepared rows of the matrix at hand */
-    size_t act_bytes;
+    uint8_t *act, *mid;                 /* prepared rows of the matrix at hand; of the feed-forward block's second matrix */
     uint8_t *scratch;                   /* [threads, scratch_bytes] */
     size_t scratch_bytes;
     float *parts;                       /* attention partials of decoding spans */
@@ -34,6 +34,13 @@ static int rows_a_task(const struct pd_fwd *f, int rows, int most)
 {
     int even = (rows + pd_threads_count(f->t) - 1) / pd_threads_count(f->t);
     return even < most ? even : most;
+}
+
+/* Groups of outputs of a task. */
+static int groups_a_task(const struct pd_fwd *f, int n_groups, int rows)
+{
+    int tasks = pd_threads_count(f->t) * (rows > 64 ? 8 : 3), per = (n_groups + tasks - 1) / tasks;
+    return per < 1 ? 1 : per;
 }
 
 /* --- matrices ------------------------------------------------------------------------------------------------------------------------------------- */
@@ -85,18 +92,15 @@ static void gemm_task(void *ctx, int task, int tid)
     j->f->k->gemm(j->w, j->act + (size_t)r0 * j->stride, r1 - r0, j->y + (size_t)r0 * j->ldy, j->ldy, j->add, g0, g1, scratch_of(j->f, tid));
 }
 
-/* y (+)= act . W^T over the rows prepared last. */
-static void gemm(struct pd_fwd *f, const struct pd_pmat *w, int rows, float *y, size_t ldy, int add)
+/* y (+)= act . W^T over prepared rows. */
+static void gemm(struct pd_fwd *f, const struct pd_pmat *w, const uint8_t *act, int rows, float *y, size_t ldy, int add)
 {
-    int threads = pd_threads_count(f->t), want = rows > 64 ? threads * 8 : threads * 3;
-    int per = (w->n_groups + want - 1) / want;
-    if (per < 1)
-        per = 1;
+    int threads = pd_threads_count(f->t), per = groups_a_task(f, w->n_groups, rows);
     int g_tasks = (w->n_groups + per - 1) / per;
     int row_tile = rows;
     if (threads > 4 && g_tasks < threads * 2 && rows >= 128)
         row_tile = 64;
-    struct gemm_job j = { f, w, rows, y, ldy, add, per, f->act, f->k->act_stride(w->pack, w->n_in_pad), row_tile, g_tasks };
+    struct gemm_job j = { f, w, rows, y, ldy, add, per, act, f->k->act_stride(w->pack, w->n_in_pad), row_tile, g_tasks };
     pd_threads_run(f->t, g_tasks * ((rows + row_tile - 1) / row_tile), gemm_task, &j);
 }
 
@@ -110,7 +114,7 @@ static void gemm_parts(struct pd_fwd *f, const struct pd_pmat *w, int n, const f
     for (int i = 0; i < n; i++) {
         if (i == 0 || act_form(w[i].pack) != act_form(w[i - 1].pack))
             prep(f, &w[i], x, (size_t)f->c->n_embd, norm, rows);
-        gemm(f, &w[i], rows, y + at, ldy, 0);
+        gemm(f, &w[i], f->act, rows, y + at, ldy, 0);
         at += (size_t)w[i].n_out;
     }
 }
@@ -266,20 +270,73 @@ static void attention(struct pd_fwd *f, const struct pd_span *spans, int layer, 
 
 /* --- the feed-forward block ----------------------------------------------------------------------------------------------------------------------- */
 
-struct ffn_job { struct pd_fwd *f; const struct pd_pmat *down; int rows, per; };
+/* Gate and up as matrices of 32 outputs a group, when silu(gate) * up can be formed group by group: both want the same form of activations, and no group
+ * holds outputs of both. */
+static bool by_groups(const struct pd_layer_weights *w, int n_ff)
+{
+    return n_ff % 32 == 0 && w->down.n_in_pad == n_ff && (w->n_gate_up == 1 || act_form(w->gate_up[0].pack) == act_form(w->gate_up[1].pack));
+}
 
+struct ffn_job { struct pd_fwd *f; const struct pd_layer_weights *w; int rows, per, n_groups; };
+
+static void group_product(const struct ffn_job *j, int part, int group, int r0, int r1, float *y, void *scratch)
+{
+    struct pd_pmat one = j->w->gate_up[part < j->w->n_gate_up ? part : 0];
+    one.data += (size_t)(part < j->w->n_gate_up ? group : j->n_groups + group) * one.group_bytes;
+    one.n_out = 32;
+    one.n_groups = 1;
+    size_t stride = j->f->k->act_stride(one.pack, one.n_in_pad);
+    j->f->k->gemm(&one, j->f->act + (size_t)r0 * stride, r1 - r0, y, 32, 0, 0, 1, scratch);
+}
+
+/* Groups of 32 of the block's inner width, through all rows: gate and up stay in the thread's caches, and memory sees only what `down` wants of them. */
+static void ffn_task(void *ctx, int task, int tid)
+{
+    const struct ffn_job *j = ctx;
+    const struct pd_kernels *k = j->f->k;
+    const enum pd_pack form = j->w->down.pack;
+    const size_t part = k->act_part(form), stride = k->act_stride(form, j->w->down.n_in_pad);
+    float *gate = scratch_of(j->f, tid), *up = gate + FFN_ROWS * 32, *rest = up + FFN_ROWS * 32;
+    for (int g = task * j->per; g < (task + 1) * j->per && g < j->n_groups; g++)
+        for (int r0 = 0; r0 < j->rows; r0 += FFN_ROWS) {
+            int n = r0 + FFN_ROWS < j->rows ? FFN_ROWS : j->rows - r0;
+            group_product(j, 0, g, r0, r0 + n, gate, rest);
+            group_product(j, 1, g, r0, r0 + n, up, rest);
+            k->silu_mul(gate, gate, up, n * 32);
+            for (int r = 0; r < n; r++)
+                k->prep(form, gate + r * 32, 32, 32, j->f->mid + (size_t)(r0 + r) * stride + (size_t)g * part);
+        }
+}
+
+/* The whole rows at once: gate and up lie in f->gu. */
 static void silu_task(void *ctx, int task, int tid)
 {
     (void)tid;
     const struct ffn_job *j = ctx;
     struct pd_fwd *f = j->f;
+    const struct pd_pmat *down = &j->w->down;
     int ff = f->c->n_ff, r0 = task * j->per, r1 = r0 + j->per < j->rows ? r0 + j->per : j->rows;
-    size_t stride = f->k->act_stride(j->down->pack, j->down->n_in_pad);
+    size_t stride = f->k->act_stride(down->pack, down->n_in_pad);
     for (int r = r0; r < r1; r++) {
         float *g = f->gu + (size_t)r * 2 * (size_t)ff;
         f->k->silu_mul(g, g, g + ff, ff);
-        f->k->prep(j->down->pack, g, j->down->n_in, j->down->n_in_pad, f->act + (size_t)r * stride);
+        f->k->prep(down->pack, g, down->n_in, down->n_in_pad, f->mid + (size_t)r * stride);
     }
+}
+
+static void feed_forward(struct pd_fwd *f, const struct pd_layer_weights *w, int rows)
+{
+    struct ffn_job j = { f, w, rows, 0, f->c->n_ff / 32 };
+    if (by_groups(w, f->c->n_ff)) {
+        prep(f, &w->gate_up[0], f->x, (size_t)f->c->n_embd, w->ffn_norm, rows);
+        j.per = groups_a_task(f, j.n_groups, rows);
+        pd_threads_run(f->t, (j.n_groups + j.per - 1) / j.per, ffn_task, &j);
+    } else {
+        gemm_parts(f, w->gate_up, w->n_gate_up, f->x, w->ffn_norm, rows, f->gu, 2 * (size_t)f->c->n_ff);
+        j.per = rows <= 2 ? rows : rows_a_task(f, rows, 8);
+        pd_threads_run(f->t, (rows + j.per - 1) / j.per, silu_task, &j);
+    }
+    gemm(f, &w->down, f->mid, rows, f->x, (size_t)f->c->n_embd, 1);
 }
 
 /* --- the pass ------------------------------------------------------------------------------------------------------------------------------------- */
@@ -321,12 +378,9 @@ int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, void (
             layer_done(ctx, l);
         attention(f, spans, l, n_attn);
         prep(f, &w->o, f->att, (size_t)f->q_dim, NULL, R);
-        gemm(f, &w->o, R, f->x, (size_t)c->n_embd, 1);
+        gemm(f, &w->o, f->act, R, f->x, (size_t)c->n_embd, 1);
 
-        gemm_parts(f, w->gate_up, w->n_gate_up, f->x, w->ffn_norm, R, f->gu, 2 * (size_t)c->n_ff);
-        struct ffn_job fj = { f, &w->down, R, R <= 2 ? R : rows_a_task(f, R, 8) };
-        pd_threads_run(f->t, (R + fj.per - 1) / fj.per, silu_task, &fj);
-        gemm(f, &w->down, R, f->x, (size_t)c->n_embd, 1);
+        feed_forward(f, w, R);
     }
 
     /* Only the rows that are asked for go through the head. */
@@ -339,7 +393,7 @@ int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, void (
     }
     if (n) {
         prep(f, &f->m->head, picked, (size_t)c->n_embd, f->m->out_norm, (int)n);
-        gemm(f, &f->m->head, (int)n, f->logits, (size_t)c->n_vocab, 0);
+        gemm(f, &f->m->head, f->act, (int)n, f->logits, (size_t)c->n_vocab, 0);
     }
     *logits = f->logits;
     return 0;
@@ -365,7 +419,8 @@ int pd_fwd_new(const struct pd_model *m, struct pd_threads *t, const struct pd_k
     f->q_dim = c->n_heads * c->head_dim;
     f->kv_dim = c->n_kv_heads * c->head_dim;
     f->qkv_dim = f->q_dim + 2 * f->kv_dim;
-    size_t act = 0, scratch = k->attn_scratch(c->head_dim, c->n_heads / c->n_kv_heads);
+    size_t act = 0, mid = 0, scratch = 0, attn = k->attn_scratch(c->head_dim, c->n_heads / c->n_kv_heads);
+    bool groups = true;
     for (int l = 0; l < c->n_layers; l++) {
         const struct pd_layer_weights *w = &m->layer[l];
         for (int i = 0; i < w->n_qkv; i++)
@@ -373,16 +428,19 @@ int pd_fwd_new(const struct pd_model *m, struct pd_threads *t, const struct pd_k
         for (int i = 0; i < w->n_gate_up; i++)
             widest(f, &w->gate_up[i], &act, &scratch);
         widest(f, &w->o, &act, &scratch);
-        widest(f, &w->down, &act, &scratch);
+        widest(f, &w->down, &mid, &scratch);
+        groups = groups && by_groups(w, c->n_ff);
     }
     widest(f, &m->head, &act, &scratch);
-    f->scratch_bytes = (scratch + 127) & ~(size_t)63;
+    scratch += 2 * FFN_ROWS * 32 * sizeof(float);
+    f->scratch_bytes = ((scratch > attn ? scratch : attn) + 127) & ~(size_t)63;
     size_t n = max_rows, d = (size_t)c->n_embd, ff2 = 2 * (size_t)c->n_ff, pick = (size_t)max_logits * d;
-    size_t gu = n * ff2 > pick ? n * ff2 : pick;
+    size_t gu = groups || n * ff2 < pick ? pick : n * ff2;
     size_t h = n > max_logits ? n : max_logits;
     if (!(f->x = pd_alloc_aligned(n * d * 4, "activations", e)) || !(f->h = pd_alloc_aligned(h * d * 4, "activations", e)) ||
         !(f->qkv = pd_alloc_aligned(n * (size_t)f->qkv_dim * 4, "activations", e)) || !(f->att = pd_alloc_aligned(n * (size_t)f->q_dim * 4, "activations", e)) ||
         !(f->gu = pd_alloc_aligned(gu * 4, "activations", e)) || !(f->act = pd_alloc_aligned(h * act, "activations", e)) ||
+        !(f->mid = pd_alloc_aligned(n * mid, "activations", e)) ||
         !(f->logits = pd_alloc_aligned((size_t)max_logits * (size_t)c->n_vocab * 4, "logits", e)) ||
         !(f->scratch = pd_alloc_aligned((size_t)pd_threads_count(t) * f->scratch_bytes, "scratch", e)))
         goto out;
@@ -397,7 +455,7 @@ void pd_fwd_free(struct pd_fwd *f)
 {
     if (!f)
         return;
-    void *all[] = { f->x, f->h, f->qkv, f->att, f->gu, f->act, f->logits, f->scratch, f->rope, f->parts, f->tasks };
+    void *all[] = { f->x, f->h, f->qkv, f->att, f->gu, f->act, f->mid, f->logits, f->scratch, f->rope, f->parts, f->tasks };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         pd_free(all[i]);
     pd_free(f);
