@@ -28,7 +28,7 @@ ISA_avx2   := -mavx2 -mfma -mf16c -DPD_ISA_AVX2
 ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c -mprefer-vector-width=512 -DPD_ISA_AVX512
 
 # The tile unit's own file is one more instruction set beside avx512, whose functions it calls.
-ISA_amx    := $(ISA_avx512) -mamx-tile -mamx-int8 -mamx-bf16
+ISA_amx    := $(ISA_avx512) -mamx-tile -mamx-bf16
 
 LIB_SRC := $(wildcard libcommon/*/*.c libcommon/model/family/*.c)
 CPU_COM := kernels/cpu/select.c

@@ -58,8 +58,15 @@ INL vf dp_bf16(vf acc, vb w, const uint16_t *x)
 #endif
 #endif
 
-/* acc_out [R][32] for R rows of activations `stride` bytes apart, over n_in k */
-TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in, const uint8_t *x, size_t stride, float *acc_out)
+INL void ask(const uint8_t *p, int bytes)
+{
+    for (int o = 0; o < bytes; o += 64)
+        __builtin_prefetch(p + o, 0, 2);
+}
+
+/* acc_out [R][32] for R rows of activations `stride` bytes apart, over n_in k. ahead: bytes from here to what to ask memory for meanwhile (the next
+ * group, while the first rows pass through this one), or 0. */
+TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in, const uint8_t *x, size_t stride, size_t ahead, float *acc_out)
 {
     for (int v0 = 0; v0 < 2; v0 += NV) {
         vf acc[R_MAX][NV];
@@ -69,6 +76,8 @@ TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in
         if (kind == BF16) {
             for (int k = 0; k < n_in; k += 2) {
                 vb w[NV];
+                if (ahead && !v0)
+                    ask(p + ahead + (size_t)k * 64, 128);
                 for (int v = 0; v < NV; v++)
                     w[v] = vb_load(p + (size_t)k * 64 + (v0 + v) * 64);
                 for (int r = 0; r < R; r++)
@@ -78,6 +87,8 @@ TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in
         } else {
             for (int k = 0; k < n_in; k++) {
                 vf w[NV];
+                if (ahead && !v0)
+                    ask(p + ahead + (size_t)k * (kind == F32 ? 128 : 64), kind == F32 ? 128 : 64);
                 for (int v = 0; v < NV; v++)
                     w[v] = kind == F32 ? vf_load((const float *)(const void *)p + (size_t)k * 32 + (v0 + v) * 16)
                                        : vf_half((const uint16_t *)(const void *)p + (size_t)k * 32 + (v0 + v) * 16);
@@ -94,10 +105,10 @@ TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in
     }
 }
 
-typedef void tile_fn(const uint8_t *p, int n_in, const uint8_t *x, size_t stride, float *acc);
+typedef void tile_fn(const uint8_t *p, int n_in, const uint8_t *x, size_t stride, size_t ahead, float *acc);
 #define TILE(R, kind) \
-    static __attribute__((noinline)) void tile_##R##_##kind(const uint8_t *p, int n_in, const uint8_t *x, size_t stride, float *acc) \
-    { tile(R, kind, p, n_in, x, stride, acc); }
+    static __attribute__((noinline)) void tile_##R##_##kind(const uint8_t *p, int n_in, const uint8_t *x, size_t stride, size_t ahead, float *acc) \
+    { tile(R, kind, p, n_in, x, stride, ahead, acc); }
 #define TILES(R) TILE(R, F32) TILE(R, F16) TILE(R, BF16)
 TILES(1)
 #if defined(PD_ISA_AVX512)
@@ -135,12 +146,13 @@ void K(gemm_float)(const struct pd_pmat *w, const void *x, int m, float *y, size
                 float acc[R_MAX * 32];
                 int n = r1 - r < R_MAX ? r1 - r : R_MAX;
                 const uint8_t *xr = (const uint8_t *)x + (size_t)r * stride;
+                size_t ahead = r == r0 && !widening ? w->group_bytes : 0;
                 if (kind == BF16) {
                     unsigned csr = flush_on();
-                    tiles[BF16][n](p, w->n_in_pad, xr, stride, acc);
+                    tiles[BF16][n](p, w->n_in_pad, xr, stride, ahead, acc);
                     flush_off(csr);
                 } else {
-                    tiles[kind][n](p, w->n_in_pad, xr, stride, acc);
+                    tiles[kind][n](p, w->n_in_pad, xr, stride, ahead, acc);
                 }
                 for (int i = 0; i < n; i++) {
                     float *yr = y + (size_t)(r + i) * ldy + gi * 32;

@@ -18,6 +18,7 @@ enum { R_MAX = 1, NV = 1, WIDEN_FROM = 2 };
 struct group {                  /* the group in hand: its bytes, and what the matrix says about it */
     const uint8_t *p;
     int n_sub, off, scale_f32, has_min, scale_bytes;    /* scale_bytes: of all scales and mins of one sub-block */
+    size_t ahead;               /* bytes from here to what to ask memory for meanwhile: the next group, while the first rows pass through this one; or 0 */
 };
 
 INL vf scales(const uint8_t *p, int f32, int v)
@@ -36,6 +37,8 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
     for (int b = 0; b < g.n_sub; b++) {
         const uint8_t *xb = sub == 32 ? x + (size_t)b * sizeof(struct act) : x + (size_t)(b / 2) * sizeof(struct act);
         const int half = sub == 32 ? 0 : b & 1;
+        for (int o = 0; g.ahead && o < planes * 128 + g.scale_bytes; o += 64)
+            __builtin_prefetch(p + g.ahead + o, 0, 2);
         int lo = sub == 32 || !half ? -g.off : 0, hi = sub == 32 || half ? -g.off : 0;
         vi i[R_MAX][NV];
         for (int r = 0; r < R; r++) {
@@ -49,8 +52,6 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
             vb w[NV];
             for (int v = 0; v < NV; v++)
                 w[v] = vb_load(p + q * 128 + (v0 + v) * 64);
-            for (int o = 1024; R == 1 && o < 1024 + 64 * NV; o += 64)       /* one row streams memory: help the processor ask for it */
-                __builtin_prefetch(p + q * 128 + v0 * 64 + o, 0, 2);
             for (int n = 0; n <= u4; n++) {
                 vb d[NV];
                 for (int v = 0; v < NV; v++)
@@ -175,6 +176,7 @@ void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t
             int n_out = w->n_out - gi * 32;
             for (int r = r0, left = (r1 - r0 + R_MAX - 1) / R_MAX; r < r1; left--) {
                 int n = (r1 - r + left - 1) / left;     /* tiles of even height: a low one wastes the weights that it loads */
+                g.ahead = r == r0 ? w->group_bytes : 0;
                 tiles[n](g, (const uint8_t *)x + (size_t)r * stride, stride, y + (size_t)r * ldy + gi * 32, ldy, add, n_out);
                 r += n;
             }

@@ -25,7 +25,7 @@ static int has_avx512(void)
 static int has_amx(void)
 {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_TILEDATA = 18 };
-    unsigned a, b, c, d, want = 1u << 22 | 1u << 24 | 1u << 25;     /* AMX-BF16, AMX-TILE, AMX-INT8 */
+    unsigned a, b, c, d, want = 1u << 22 | 1u << 24;      /* AMX-BF16, AMX-TILE */
     return has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & want) == want &&
            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_TILEDATA) == 0;
 }
@@ -56,7 +56,7 @@ const struct pd_kernels *pd_kernels_cpu(const char *force, const char **why)
     if (!strcmp(force, "amx")) {
         if (has_amx())
             return &pd_kernels_amx;
-        *why = "this CPU lacks AMX tiles, INT8 or BF16, or its kernel does not lend them: use PD_CPU=avx512, avx2 or scalar, or unset it";
+        *why = "this CPU lacks AMX-TILE or AMX-BF16, or its kernel does not lend them: use PD_CPU=avx512, avx2 or scalar, or unset it";
         return NULL;
     }
     *why = "unknown CPU path: use scalar, avx2, avx512 or amx, or unset PD_CPU";
