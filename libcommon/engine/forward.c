@@ -12,7 +12,7 @@ struct pd_fwd {
     const struct pd_pool *pool;
     uint32_t max_rows, max_logits;
     int qkv_dim, q_dim, kv_dim;
-    float *x, *h, *qkv, *att, *gu;      /* [rows, n_embd] [rows, n_embd or n_ff] [rows, q+2kv] [rows, q] [rows, 2 n_ff] */
+    float *x, *h, *qkv, *att, *picked;  /* [rows, n_embd] [rows or logits, n_embd] [rows, q+2kv] [rows, q] [max_logits, n_embd] */
     float *logits;                      /* [max_logits, n_vocab] */
     float *rope;                        /* [n_rope, n_rot/2, 2] cos, sin by position */
     uint32_t n_rope;
@@ -45,7 +45,7 @@ static int groups_a_task(const struct pd_fwd *f, int n_groups, int rows)
 
 /* --- matrices ------------------------------------------------------------------------------------------------------------------------------------- */
 
-struct prep_job { const struct pd_fwd *f; const struct pd_pmat *w; const float *x, *norm; size_t ldx; int n; size_t stride; int per; float *tmp; size_t ldt; };
+struct prep_job { const struct pd_fwd *f; const struct pd_pmat *w; const float *x, *norm; size_t ldx; int n; size_t stride; int per; uint8_t *act; float *tmp; size_t ldt; };
 
 static void prep_rows(const struct prep_job *j, int r0, int r1)
 {
@@ -56,7 +56,7 @@ static void prep_rows(const struct prep_job *j, int r0, int r1)
             j->f->k->rmsnorm(h, x, j->norm, j->w->n_in, j->f->c->rms_eps);
             x = h;
         }
-        j->f->k->prep(j->w->pack, x, j->w->n_in, j->w->n_in_pad, j->f->act + (size_t)r * j->stride);
+        j->f->k->prep(j->w->pack, x, j->w->n_in, j->w->n_in_pad, j->act + (size_t)r * j->stride);
     }
 }
 
@@ -68,10 +68,10 @@ static void prep_task(void *ctx, int task, int tid)
     prep_rows(j, r0, r1 < j->n ? r1 : j->n);
 }
 
-/* Rows of x, normed first when `norm` is given, into the form that w wants. */
-static void prep(struct pd_fwd *f, const struct pd_pmat *w, const float *x, size_t ldx, const float *norm, int rows)
+/* Rows of x, normed first when `norm` is given, into the form that w wants: to `act`. */
+static void prep(struct pd_fwd *f, const struct pd_pmat *w, const float *x, size_t ldx, const float *norm, int rows, uint8_t *act)
 {
-    struct prep_job j = { f, w, x, norm, ldx, rows, f->k->act_stride(w->pack, w->n_in_pad), rows_a_task(f, rows, 16), f->h, (size_t)f->c->n_embd };
+    struct prep_job j = { f, w, x, norm, ldx, rows, f->k->act_stride(w->pack, w->n_in_pad), rows_a_task(f, rows, 16), act, f->h, (size_t)f->c->n_embd };
     if (rows <= 4)
         prep_rows(&j, 0, rows);
     else
@@ -113,7 +113,7 @@ static void gemm_parts(struct pd_fwd *f, const struct pd_pmat *w, int n, const f
     size_t at = 0;
     for (int i = 0; i < n; i++) {
         if (i == 0 || act_form(w[i].pack) != act_form(w[i - 1].pack))
-            prep(f, &w[i], x, (size_t)f->c->n_embd, norm, rows);
+            prep(f, &w[i], x, (size_t)f->c->n_embd, norm, rows, f->act);
         gemm(f, &w[i], f->act, rows, y + at, ldy, 0);
         at += (size_t)w[i].n_out;
     }
@@ -270,73 +270,53 @@ static void attention(struct pd_fwd *f, const struct pd_span *spans, int layer, 
 
 /* --- the feed-forward block ----------------------------------------------------------------------------------------------------------------------- */
 
-/* Gate and up as matrices of 32 outputs a group, when silu(gate) * up can be formed group by group: both want the same form of activations, and no group
- * holds outputs of both. */
-static bool by_groups(const struct pd_layer_weights *w, int n_ff)
-{
-    return n_ff % 32 == 0 && w->down.n_in_pad == n_ff && (w->n_gate_up == 1 || act_form(w->gate_up[0].pack) == act_form(w->gate_up[1].pack));
-}
+struct ffn_job { struct pd_fwd *f; const struct pd_layer_weights *w; const uint8_t *gate_act, *up_act; int rows, per, n_groups; };
 
-struct ffn_job { struct pd_fwd *f; const struct pd_layer_weights *w; int rows, per, n_groups; };
-
-static void group_product(const struct ffn_job *j, int part, int group, int r0, int r1, float *y, void *scratch)
+/* One group of 32 outputs: y [n][32] of rows r0 .. r0+n-1. */
+static void group_product(const struct pd_fwd *f, const struct pd_pmat *w, const uint8_t *act, int group, int r0, int n, float *y, void *scratch)
 {
-    struct pd_pmat one = j->w->gate_up[part < j->w->n_gate_up ? part : 0];
-    one.data += (size_t)(part < j->w->n_gate_up ? group : j->n_groups + group) * one.group_bytes;
-    one.n_out = 32;
+    struct pd_pmat one = *w;
+    one.data += (size_t)group * w->group_bytes;
+    one.n_out = w->n_out - group * 32 < 32 ? w->n_out - group * 32 : 32;
     one.n_groups = 1;
-    size_t stride = j->f->k->act_stride(one.pack, one.n_in_pad);
-    j->f->k->gemm(&one, j->f->act + (size_t)r0 * stride, r1 - r0, y, 32, 0, 0, 1, scratch);
+    f->k->gemm(&one, act + (size_t)r0 * f->k->act_stride(w->pack, w->n_in_pad), n, y, 32, 0, 0, 1, scratch);
 }
 
-/* Groups of 32 of the block's inner width, through all rows: gate and up stay in the thread's caches, and memory sees only what `down` wants of them. */
+/* Groups of the block's inner width, through all rows: gate and up stay in the thread's caches, and memory sees only what `down` wants of them. */
 static void ffn_task(void *ctx, int task, int tid)
 {
     const struct ffn_job *j = ctx;
     const struct pd_kernels *k = j->f->k;
-    const enum pd_pack form = j->w->down.pack;
-    const size_t part = k->act_part(form), stride = k->act_stride(form, j->w->down.n_in_pad);
-    float *gate = scratch_of(j->f, tid), *up = gate + FFN_ROWS * 32, *rest = up + FFN_ROWS * 32;
-    for (int g = task * j->per; g < (task + 1) * j->per && g < j->n_groups; g++)
-        for (int r0 = 0; r0 < j->rows; r0 += FFN_ROWS) {
-            int n = r0 + FFN_ROWS < j->rows ? FFN_ROWS : j->rows - r0;
-            group_product(j, 0, g, r0, r0 + n, gate, rest);
-            group_product(j, 1, g, r0, r0 + n, up, rest);
-            k->silu_mul(gate, gate, up, n * 32);
-            for (int r = 0; r < n; r++)
-                k->prep(form, gate + r * 32, 32, 32, j->f->mid + (size_t)(r0 + r) * stride + (size_t)g * part);
-        }
-}
-
-/* The whole rows at once: gate and up lie in f->gu. */
-static void silu_task(void *ctx, int task, int tid)
-{
-    (void)tid;
-    const struct ffn_job *j = ctx;
-    struct pd_fwd *f = j->f;
     const struct pd_pmat *down = &j->w->down;
-    int ff = f->c->n_ff, r0 = task * j->per, r1 = r0 + j->per < j->rows ? r0 + j->per : j->rows;
-    size_t stride = f->k->act_stride(down->pack, down->n_in_pad);
-    for (int r = r0; r < r1; r++) {
-        float *g = f->gu + (size_t)r * 2 * (size_t)ff;
-        f->k->silu_mul(g, g, g + ff, ff);
-        f->k->prep(down->pack, g, down->n_in, down->n_in_pad, f->mid + (size_t)r * stride);
+    const size_t part = k->act_part(down->pack), stride = k->act_stride(down->pack, down->n_in_pad);
+    float *gate = scratch_of(j->f, tid), *up = gate + FFN_ROWS * 32, *rest = up + FFN_ROWS * 32;
+    for (int g = task * j->per; g < (task + 1) * j->per && g < j->n_groups; g++) {
+        const int width = down->n_in - g * 32 < 32 ? down->n_in - g * 32 : 32;
+        for (int r0 = 0, n; r0 < j->rows; r0 += n) {
+            n = j->rows - r0 < FFN_ROWS ? j->rows - r0 : FFN_ROWS;
+            group_product(j->f, &j->w->gate, j->gate_act, g, r0, n, gate, rest);
+            group_product(j->f, &j->w->up, j->up_act, g, r0, n, up, rest);
+            for (int r = 0; r < n; r++) {
+                float *h = gate + r * 32;
+                k->silu_mul(h, h, up + r * 32, width);
+                k->prep(down->pack, h, width, 32, j->f->mid + (size_t)(r0 + r) * stride + (size_t)g * part);
+            }
+        }
     }
 }
 
 static void feed_forward(struct pd_fwd *f, const struct pd_layer_weights *w, int rows)
 {
-    struct ffn_job j = { f, w, rows, 0, f->c->n_ff / 32 };
-    if (by_groups(w, f->c->n_ff)) {
-        prep(f, &w->gate_up[0], f->x, (size_t)f->c->n_embd, w->ffn_norm, rows);
-        j.per = groups_a_task(f, j.n_groups, rows);
-        pd_threads_run(f->t, (j.n_groups + j.per - 1) / j.per, ffn_task, &j);
-    } else {
-        gemm_parts(f, w->gate_up, w->n_gate_up, f->x, w->ffn_norm, rows, f->gu, 2 * (size_t)f->c->n_ff);
-        j.per = rows <= 2 ? rows : rows_a_task(f, rows, 8);
-        pd_threads_run(f->t, (rows + j.per - 1) / j.per, silu_task, &j);
+    const size_t d = (size_t)f->c->n_embd;
+    struct ffn_job j = { f, w, f->act, f->act, rows, groups_a_task(f, w->gate.n_groups, rows), w->gate.n_groups };
+    prep(f, &w->gate, f->x, d, w->ffn_norm, rows, f->act);
+    if (act_form(w->gate.pack) != act_form(w->up.pack)) {
+        uint8_t *beside = f->act + (size_t)rows * f->k->act_stride(w->gate.pack, w->gate.n_in_pad);
+        prep(f, &w->up, f->x, d, w->ffn_norm, rows, beside);
+        j.up_act = beside;
     }
-    gemm(f, &w->down, f->mid, rows, f->x, (size_t)f->c->n_embd, 1);
+    pd_threads_run(f->t, (j.n_groups + j.per - 1) / j.per, ffn_task, &j);
+    gemm(f, &w->down, f->mid, rows, f->x, d, 1);
 }
 
 /* --- the pass ------------------------------------------------------------------------------------------------------------------------------------- */
@@ -377,22 +357,21 @@ int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, void (
         if (layer_done)
             layer_done(ctx, l);
         attention(f, spans, l, n_attn);
-        prep(f, &w->o, f->att, (size_t)f->q_dim, NULL, R);
+        prep(f, &w->o, f->att, (size_t)f->q_dim, NULL, R, f->act);
         gemm(f, &w->o, f->act, R, f->x, (size_t)c->n_embd, 1);
 
         feed_forward(f, w, R);
     }
 
     /* Only the rows that are asked for go through the head. */
-    float *picked = f->gu;
     uint32_t n = 0;
     for (uint32_t i = 0; i < n_spans; i++) {
         uint32_t from = spans[i].want_logits == 2 ? 0 : spans[i].want_logits == 1 ? spans[i].n - 1 : spans[i].n;
         for (uint32_t r = from; r < spans[i].n; r++, n++)
-            memcpy(picked + (size_t)n * (size_t)c->n_embd, f->x + (size_t)(spans[i].row0 + r) * (size_t)c->n_embd, sizeof(float) * (size_t)c->n_embd);
+            memcpy(f->picked + (size_t)n * (size_t)c->n_embd, f->x + (size_t)(spans[i].row0 + r) * (size_t)c->n_embd, sizeof(float) * (size_t)c->n_embd);
     }
     if (n) {
-        prep(f, &f->m->head, picked, (size_t)c->n_embd, f->m->out_norm, (int)n);
+        prep(f, &f->m->head, f->picked, (size_t)c->n_embd, f->m->out_norm, (int)n, f->act);
         gemm(f, &f->m->head, f->act, (int)n, f->logits, (size_t)c->n_vocab, 0);
     }
     *logits = f->logits;
@@ -420,26 +399,27 @@ int pd_fwd_new(const struct pd_model *m, struct pd_threads *t, const struct pd_k
     f->kv_dim = c->n_kv_heads * c->head_dim;
     f->qkv_dim = f->q_dim + 2 * f->kv_dim;
     size_t act = 0, mid = 0, scratch = 0, attn = k->attn_scratch(c->head_dim, c->n_heads / c->n_kv_heads);
-    bool groups = true;
     for (int l = 0; l < c->n_layers; l++) {
         const struct pd_layer_weights *w = &m->layer[l];
         for (int i = 0; i < w->n_qkv; i++)
             widest(f, &w->qkv[i], &act, &scratch);
-        for (int i = 0; i < w->n_gate_up; i++)
-            widest(f, &w->gate_up[i], &act, &scratch);
+        widest(f, &w->gate, &act, &scratch);
+        widest(f, &w->up, &act, &scratch);
+        if (act_form(w->gate.pack) != act_form(w->up.pack)) {       /* side by side */
+            size_t both = k->act_stride(w->gate.pack, w->gate.n_in_pad) + k->act_stride(w->up.pack, w->up.n_in_pad);
+            act = both > act ? both : act;
+        }
         widest(f, &w->o, &act, &scratch);
         widest(f, &w->down, &mid, &scratch);
-        groups = groups && by_groups(w, c->n_ff);
     }
     widest(f, &m->head, &act, &scratch);
     scratch += 2 * FFN_ROWS * 32 * sizeof(float);
     f->scratch_bytes = ((scratch > attn ? scratch : attn) + 127) & ~(size_t)63;
-    size_t n = max_rows, d = (size_t)c->n_embd, ff2 = 2 * (size_t)c->n_ff, pick = (size_t)max_logits * d;
-    size_t gu = groups || n * ff2 < pick ? pick : n * ff2;
+    size_t n = max_rows, d = (size_t)c->n_embd;
     size_t h = n > max_logits ? n : max_logits;
     if (!(f->x = pd_alloc_aligned(n * d * 4, "activations", e)) || !(f->h = pd_alloc_aligned(h * d * 4, "activations", e)) ||
         !(f->qkv = pd_alloc_aligned(n * (size_t)f->qkv_dim * 4, "activations", e)) || !(f->att = pd_alloc_aligned(n * (size_t)f->q_dim * 4, "activations", e)) ||
-        !(f->gu = pd_alloc_aligned(gu * 4, "activations", e)) || !(f->act = pd_alloc_aligned(h * act, "activations", e)) ||
+        !(f->picked = pd_alloc_aligned((size_t)max_logits * d * 4, "activations", e)) || !(f->act = pd_alloc_aligned(h * act, "activations", e)) ||
         !(f->mid = pd_alloc_aligned(n * mid, "activations", e)) ||
         !(f->logits = pd_alloc_aligned((size_t)max_logits * (size_t)c->n_vocab * 4, "logits", e)) ||
         !(f->scratch = pd_alloc_aligned((size_t)pd_threads_count(t) * f->scratch_bytes, "scratch", e)))
@@ -455,7 +435,7 @@ void pd_fwd_free(struct pd_fwd *f)
 {
     if (!f)
         return;
-    void *all[] = { f->x, f->h, f->qkv, f->att, f->gu, f->act, f->mid, f->logits, f->scratch, f->rope, f->parts, f->tasks };
+    void *all[] = { f->x, f->h, f->qkv, f->att, f->picked, f->act, f->mid, f->logits, f->scratch, f->rope, f->parts, f->tasks };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         pd_free(all[i]);
     pd_free(f);

@@ -112,9 +112,11 @@ static int plan_layer(struct load *l, int i, struct pd_err *e)
     const struct pd_gguf_tensor *const *t = l->layer[i];
     int rc;
     if ((rc = load_vector(l->m, t[PD_T_ATTN_NORM], &w->attn_norm, e)) || (rc = load_vector(l->m, t[PD_T_FFN_NORM], &w->ffn_norm, e)) ||
-        (rc = plan_fused(l, &t[PD_T_Q], 3, &w->qkv, &w->n_qkv, e)) || (rc = plan_fused(l, &t[PD_T_GATE], 2, &w->gate_up, &w->n_gate_up, e)))
+        (rc = plan_fused(l, &t[PD_T_Q], 3, &w->qkv, &w->n_qkv, e)))
         return rc;
     l->job[l->n_jobs++] = (struct pd_pack_job){ &w->o, { t[PD_T_O] }, 1 };
+    l->job[l->n_jobs++] = (struct pd_pack_job){ &w->gate, { t[PD_T_GATE] }, 1 };
+    l->job[l->n_jobs++] = (struct pd_pack_job){ &w->up, { t[PD_T_UP] }, 1 };
     l->job[l->n_jobs++] = (struct pd_pack_job){ &w->down, { t[PD_T_DOWN] }, 1 };
     return 0;
 }

@@ -10,9 +10,7 @@
 struct pd_layer_weights {
     float *attn_norm, *ffn_norm;        /* [n_embd] */
     struct pd_pmat *qkv; int n_qkv;     /* q, k, v: one fused matrix [q|k|v rows] where their types agree and the split falls on groups of 32; else 2 or 3 in order */
-    struct pd_pmat o;
-    struct pd_pmat *gate_up; int n_gate_up;     /* fused [gate|up] or the two */
-    struct pd_pmat down;
+    struct pd_pmat o, gate, up, down;
 };
 struct pd_load_times { double parse_ms, text_ms, pack_ms, digest_ms; };    /* header; tokenizer and chat; weights; their digest (0: from the cache) */
 struct pd_model {

@@ -10,13 +10,13 @@
 #include "../../libcommon/model/pack.h"
 #include "../../libcommon/model/weights.h"
 
-static const struct { const char *name; const char *quant; enum pd_pack numerics; int n_qkv, n_gate_up; bool tied; } tiny[] = {
-    { "f32", "F32", PD_PK_F32, 1, 1, true }, { "f16", "F16", PD_PK_F16, 1, 1, true }, { "bf16", "BF16", PD_PK_BF16, 1, 1, true },
-    { "q8_0", "Q8_0", PD_PK_U8, 1, 1, true }, { "q4_0", "Q4_0", PD_PK_U8, 1, 1, true }, { "q4_1", "Q4_1", PD_PK_U8, 1, 1, true },
-    { "q5_0", "Q5_0", PD_PK_U8, 1, 1, true }, { "q5_1", "Q5_1", PD_PK_U8, 1, 1, true }, { "q4_k", "Q4_K", PD_PK_U8, 1, 1, true },
-    { "q5_k", "Q5_K", PD_PK_U8, 1, 1, true }, { "q6_k", "Q6_K", PD_PK_U8, 1, 1, true }, { "mixed", "Q4_K", PD_PK_U8, 2, 2, true },
-    { "untied", "F32", PD_PK_F32, 1, 1, false }, { "linear", "F16", PD_PK_F16, 2, 1, false }, { "llama3", "F16", PD_PK_F16, 1, 1, false },
-    { "spm", "F16", PD_PK_F16, 1, 1, false },
+static const struct { const char *name; const char *quant; enum pd_pack numerics; int n_qkv; bool tied; } tiny[] = {
+    { "f32", "F32", PD_PK_F32, 1, true }, { "f16", "F16", PD_PK_F16, 1, true }, { "bf16", "BF16", PD_PK_BF16, 1, true },
+    { "q8_0", "Q8_0", PD_PK_U8, 1, true }, { "q4_0", "Q4_0", PD_PK_U8, 1, true }, { "q4_1", "Q4_1", PD_PK_U8, 1, true },
+    { "q5_0", "Q5_0", PD_PK_U8, 1, true }, { "q5_1", "Q5_1", PD_PK_U8, 1, true }, { "q4_k", "Q4_K", PD_PK_U8, 1, true },
+    { "q5_k", "Q5_K", PD_PK_U8, 1, true }, { "q6_k", "Q6_K", PD_PK_U8, 1, true }, { "mixed", "Q4_K", PD_PK_U8, 2, true },
+    { "untied", "F32", PD_PK_F32, 1, false }, { "linear", "F16", PD_PK_F16, 2, false }, { "llama3", "F16", PD_PK_F16, 1, false },
+    { "spm", "F16", PD_PK_F16, 1, false },
 };
 #define N_TINY (sizeof tiny / sizeof *tiny)
 
@@ -151,9 +151,9 @@ static void packed_weights_are_the_stored_ones(void **state)
         for (int l = 0; l < m->cfg.n_layers; l++) {
             struct pd_layer_weights *w = &m->layer[l];
             assert_int_equal(w->n_qkv, tiny[i].n_qkv);
-            assert_int_equal(w->n_gate_up, tiny[i].n_gate_up);
             check_mats(m, l, w->qkv, w->n_qkv, (const char *const[]){ "attn_q", "attn_k", "attn_v" }, 3);
-            check_mats(m, l, w->gate_up, w->n_gate_up, (const char *const[]){ "ffn_gate", "ffn_up" }, 2);
+            check_mats(m, l, &w->gate, 1, (const char *const[]){ "ffn_gate" }, 1);
+            check_mats(m, l, &w->up, 1, (const char *const[]){ "ffn_up" }, 1);
             check_mats(m, l, &w->o, 1, (const char *const[]){ "attn_output" }, 1);
             check_mats(m, l, &w->down, 1, (const char *const[]){ "ffn_down" }, 1);
             same_floats(m->gguf, layer_tensor(m, l, "attn_norm"), w->attn_norm, m->cfg.n_embd);
@@ -273,11 +273,9 @@ static void forward(const struct pd_model *m, const int32_t *tok, int n, double 
     }
     for (int l = 0; l < c->n_layers; l++) {
         const struct pd_layer_weights *w = &m->layer[l];
-        double *wq[3], *wg[2], *wo = dense(&w->o), *wd = dense(&w->down);
+        double *wq[3], *wg = dense(&w->gate), *wu = dense(&w->up), *wo = dense(&w->o), *wd = dense(&w->down);
         for (int i = 0; i < w->n_qkv; i++)
             wq[i] = dense(&w->qkv[i]);
-        for (int i = 0; i < w->n_gate_up; i++)
-            wg[i] = dense(&w->gate_up[i]);
         for (int t = 0; t < n; t++) {
             norm(h, x + t * d, w->attn_norm, d, c->rms_eps);
             product(w->qkv, w->n_qkv, wq, h, all + t * qkv);
@@ -304,7 +302,8 @@ static void forward(const struct pd_model *m, const int32_t *tok, int n, double 
             for (int i = 0; i < d; i++)
                 x[t * d + i] += h[i];
             norm(h, x + t * d, w->ffn_norm, d, c->rms_eps);
-            product(w->gate_up, w->n_gate_up, wg, h, ff);
+            product(&w->gate, 1, &wg, h, ff);
+            product(&w->up, 1, &wu, h, ff + c->n_ff);
             for (int i = 0; i < c->n_ff; i++)
                 ff[i] *= ff[c->n_ff + i] / (1 + exp(-ff[i]));
             product(&w->down, 1, &wd, ff, h);
@@ -313,8 +312,8 @@ static void forward(const struct pd_model *m, const int32_t *tok, int n, double 
         }
         for (int i = 0; i < w->n_qkv; i++)
             free(wq[i]);
-        for (int i = 0; i < w->n_gate_up; i++)
-            free(wg[i]);
+        free(wg);
+        free(wu);
         free(wo);
         free(wd);
     }
