@@ -1,22 +1,25 @@
-/* pd-trace: shows records (cat) and KV dumps (kv). */
+/* pd-trace: shows records (cat), logs of events (ls, show, check, merge, stats, follow) and KV dumps (kv). */
 #include <fcntl.h>
 #include <unistd.h>
 #include "../libcommon/base/cli.h"
 #include "../libcommon/base/log.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/kv/inspect.h"
+#include "../libcommon/trace/report.h"
 #include "../libcommon/trace/show.h"
 #include "../libcommon/wire/endpoint.h"
 
-static char *run_id, *tokens, *layers;
+static char *run_id, *tokens, *layers, *bound;
+static int strict, last = 10;
 static struct poptOption options[] = {
-    { "run", '\0', POPT_ARG_STRING, &run_id, 0, "kv: only this run of the file", "RUN" },
+    { "run", '\0', POPT_ARG_STRING, &run_id, 0, "kv, follow: only this run", "RUN" },
+    { "strict", '\0', POPT_ARG_NONE, &strict, 0, "logs: exit 9 when records were torn or lost", NULL },
+    { "bound", '\0', POPT_ARG_STRING, &bound, 0, "check: how long after a cancel or an end others may still act (default 1s)", "TIME" },
+    { "last", '\0', POPT_ARG_INT, &last, 0, "follow: how many events of what is there to show first (default 10)", "N" },
     { "tokens", '\0', POPT_ARG_STRING, &tokens, 0, "kv slice: tokens FROM to TO-1 (either may be left out)", "FROM:TO" },
     { "layers", '\0', POPT_ARG_STRING, &layers, 0, "kv slice: layers FROM to TO-1", "FROM:TO" },
     PD_CLI_COMMON
 };
-
-static const char *const none[] = { "-", NULL };
 
 static int cat_one(const char *path, int64_t connect_us, size_t max, struct pd_wstream *w, uint64_t *bad, struct pd_err *e)
 {
@@ -38,19 +41,29 @@ static int cat_one(const char *path, int64_t connect_us, size_t max, struct pd_w
     return rc ? rc : end;
 }
 
-static int cat(const char **files, int *status, struct pd_err *e)
+static const char **inputs(const char **files)
+{
+    static const char *from[2];
+    from[0] = pd_cli.in ? pd_cli.in : "-";
+    return files[0] ? files : from;
+}
+
+/* cat and merge: records to one stream. */
+static int copy(bool merge, const char **files, int *status, struct pd_err *e)
 {
     struct pd_endpoint out = { .fd = -1 };
     struct pd_wstream *w = NULL;
     const char *to = pd_cli.out ? pd_cli.out : "-";
     int64_t connect_us = pd_cli_connect_us(e), max = pd_cli_max_record(e);
-    uint64_t bad = 0;
+    uint64_t bad = 0, torn = 0;
     if (connect_us < 0 || max < 0)
         return e->code;
     int rc = pd_endpoint_open_out(to, connect_us, &out, e);
     if (!rc)
-        rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "msgpack") ? PD_FMT_MSGPACK : PD_FMT_JSON, false, to, &w, e);
-    for (const char **f = files[0] ? files : pd_cli.in ? (const char *[]){ pd_cli.in, NULL } : (const char **)(uintptr_t)none; !rc && *f; f++)
+        rc = pd_wstream_new(out.fd, pd_cli.format ? !strcmp(pd_cli.format, "msgpack") ? PD_FMT_MSGPACK : PD_FMT_JSON : merge ? PD_FMT_MSGPACK : PD_FMT_JSON, false, to, &w, e);
+    if (merge && !rc)
+        rc = pd_trace_merge(inputs(files), &(struct pd_log_opts){ .max_record = (size_t)max, .connect_us = connect_us }, w, &torn, e);
+    for (const char **f = inputs(files); !merge && !rc && *f; f++)
         rc = cat_one(*f, connect_us, (size_t)max, w, &bad, e);
     int closed = w ? pd_wstream_close(w, rc ? NULL : e) : 0;
     rc = rc ? rc : closed;
@@ -60,6 +73,8 @@ static int cat(const char **files, int *status, struct pd_err *e)
         rc = e->code;
     if (bad)
         *status = 1;
+    else if (torn && strict)
+        *status = 9;
     return rc;
 }
 
@@ -138,16 +153,45 @@ static int kv(const char **args, int *status, struct pd_err *e)
     return pd_fail(e, PD_EUSAGE, "kv: '%s' is no verb (ls, quickcheck, verify, stat, diff, slice, salvage, png)", verb);
 }
 
+static const struct { const char *name; int (*fn)(const struct pd_report_opts *o, int *status, struct pd_err *e); } reports[] = {
+    { "ls", pd_report_ls }, { "show", pd_report_show }, { "check", pd_report_check }, { "stats", pd_report_stats }, { "follow", pd_report_follow } };
+
+static int report(size_t i, const char **args, int *status, struct pd_err *e)
+{
+    bool show = reports[i].fn == pd_report_show;
+    int64_t connect_us = pd_cli_connect_us(e), max = pd_cli_max_record(e);
+    struct pd_report_opts o = { .out = stdout, .json = pd_cli.format && !strcmp(pd_cli.format, "json"), .quiet = pd_cli.quiet, .strict = strict, .run = run_id, .last = last,
+                                .log = { .max_record = (size_t)max, .connect_us = connect_us } };
+    if (connect_us < 0 || max < 0)
+        return e->code;
+    if (bound && (pd_parse_duration(bound, &o.bound_us, e) < 0 || o.bound_us <= 0))
+        return pd_fail(e, PD_EUSAGE, "--bound: '%s' is not a time (example: --bound 500ms)", bound);
+    if (last < 0 || last > 1000)
+        return pd_fail(e, PD_EUSAGE, "--last: %d is out of range 0 to 1000 (example: --last 10)", last);
+    if (pd_cli.out)
+        return pd_fail(e, PD_EUSAGE, "%s writes to standard output: -o is for cat, merge and kv", reports[i].name);
+    if (show && (!args[0] || strspn(args[0], "0123456789ABCDEFGHJKMNPQRSTVWXYZ") != strlen(args[0]) || strlen(args[0]) > 26 || !args[0][0]))
+        return pd_fail(e, PD_EUSAGE, "show: '%s' is no run id, nor the beginning of one (example: pd-trace show 01JDV3K5 p0.trace d0.trace)", args[0] ? args[0] : "");
+    if (show)
+        o.run = *args++;
+    o.paths = inputs(args);
+    return reports[i].fn(&o, status, e);
+}
+
 static int work(const char **args, int *status, struct pd_err *e)
 {
-    if (args[0] && !strcmp(args[0], "cat"))
-        return cat(args + 1, status, e);
-    if (args[0] && !strcmp(args[0], "kv"))
+    const char *verb = args[0] ? args[0] : "";
+    if (!strcmp(verb, "cat") || !strcmp(verb, "merge"))
+        return copy(!strcmp(verb, "merge"), args + 1, status, e);
+    if (!strcmp(verb, "kv"))
         return kv(args + 1, status, e);
-    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, kv; example: pd-trace cat stream.mp)", args[0] ? args[0] : "");
+    for (size_t i = 0; i < sizeof reports / sizeof *reports; i++)
+        if (!strcmp(verb, reports[i].name))
+            return report(i, args + 1, status, e);
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, ls, show, check, merge, stats, follow, kv; example: pd-trace cat stream.mp)", verb);
 }
 
 int main(int argc, char **argv)
 {
-    return pd_cli_main("pd-trace", options, "cat [FILE...] | kv ls|quickcheck|verify|stat|diff|slice|salvage|png FILE...", argc, argv, pd_engine_version, work);
+    return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow [FILE...] | show RUN [FILE...] | kv ls|quickcheck|verify|stat|diff|slice|salvage|png FILE...", argc, argv, pd_engine_version, work);
 }

@@ -70,23 +70,26 @@ static void warn_once(struct pd_trace *t, const char *why)
 }
 
 /* Another thread may be writing meanwhile: its record goes into the one file or the other, whole, as the descriptor is replaced in one step. */
-static void rotate(struct pd_trace *t, size_t more)
+static bool rotate(struct pd_trace *t, size_t more)
 {
     struct stat st;
     if (fstat(t->fd, &st) || !S_ISREG(st.st_mode) || !st.st_size || (uint64_t)st.st_size + more <= t->max_bytes || atomic_exchange(&t->rotating, true))
-        return;
+        return false;
     struct pd_buf old = { 0 };
     struct pd_err e;
     int fd = -1;
+    bool done = true;
     if (pd_buf_printf(&old, &e, "%s.1", t->path) || rename(t->path, (char *)old.p) || (fd = open(t->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600)) < 0 ||
         dup3(fd, t->fd, O_CLOEXEC) < 0) {
         pd_warn("trace %s: cannot begin a new file: %s; this one goes on past --trace-max", t->path, old.p ? strerror(errno) : e.msg);
         t->max_bytes = 0;
+        done = false;
     }
     if (fd >= 0)
         close(fd);
     pd_buf_free(&old);
     atomic_store(&t->rotating, false);
+    return done;
 }
 
 void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
@@ -111,8 +114,8 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
     if (pd_event_encode(&v, &b, &e))
         warn_once(t, e.msg);
     else {
-        if (t->max_bytes)
-            rotate(t, b.n);
+        if (t->max_bytes && rotate(t, b.n))
+            pd_trace_process(t, PD_ST_ROTATED);
         /* One call a record: with O_APPEND several processes' records stand whole beside each other. */
         ssize_t n;
         do

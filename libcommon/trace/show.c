@@ -31,3 +31,19 @@ int pd_trace_cat(int fd, const char *name, size_t max_record, struct pd_wstream 
     pd_rstream_free(s);
     return rc;
 }
+
+int pd_trace_merge(const char *const *paths, const struct pd_log_opts *o, struct pd_wstream *w, uint64_t *torn, struct pd_err *e)
+{
+    struct pd_log *l = NULL;
+    struct pd_log_rec rec;
+    int rc = pd_log_open(paths, o, &l, e);
+    while (!rc && (rc = pd_log_next(l, &rec, e)) == 1)
+        rc = pd_wstream_put(w, rec.p, rec.n, e);
+    if (l && pd_log_stats(l).torn) {
+        struct pd_log_stats st = pd_log_stats(l);
+        pd_warn("%llu place%s where a record was torn: %llu bytes are lost", (unsigned long long)st.torn, st.torn == 1 ? "" : "s", (unsigned long long)st.torn_bytes);
+        *torn += st.torn;
+    }
+    pd_log_free(l);
+    return rc;
+}

@@ -39,6 +39,7 @@ const struct pd_state pd_state[PD_N_STATES] = {
     [PD_ST_STARTING] = { .name = "starting", .class = PD_SC_PROC },
     [PD_ST_READY] = { .name = "ready", .class = PD_SC_PROC },
     [PD_ST_DRAINING] = { .name = "draining", .class = PD_SC_PROC },
+    [PD_ST_ROTATED] = { .name = "rotated", .class = PD_SC_PROC },       /* the first of a new file: what came before is in another */
     [PD_ST_GONE] = { .name = "gone", .class = PD_SC_PROC },
 };
 
@@ -48,6 +49,11 @@ enum pd_state_id pd_state_find(struct pd_str name)
         if (pd_str_eq(name, pd_state[i].name))
             return (enum pd_state_id)i;
     return PD_ST_UNKNOWN;
+}
+
+enum pd_rank pd_rank_of(const char *role)
+{
+    return !strcmp(role, "front") ? PD_R_FRONT : !strcmp(role, "route") || !strcmp(role, "router") ? PD_R_ROUTER : PD_R_WORKER;
 }
 
 uint32_t pd_state_clash(enum pd_state_id id, uint32_t seen, bool *barred)
@@ -67,7 +73,10 @@ uint32_t pd_state_clash(enum pd_state_id id, uint32_t seen, bool *barred)
 uint32_t pd_state_implied(enum pd_state_id id)
 {
     switch (pd_state[id].class) {
-    case PD_SC_STEP: return (PD_BIT(id) - 1) & ~1u & ~pd_state[id].barred & (id == PD_ST_STREAMING ? ~(B(KV_TRANSFER_STARTED) | B(KV_TRANSFER_COMPLETED)) : ~0u);
+    case PD_SC_STEP:
+        if (id == PD_ST_KV_TRANSFER_STARTED)
+            return B(ACCEPTED) | B(ROUTE_SELECTED) | B(PREFILL_STARTED);        /* the rest of prefill may still come */
+        return (PD_BIT(id) - 1) & ~1u & ~pd_state[id].barred & (id == PD_ST_STREAMING ? ~(B(KV_TRANSFER_STARTED) | B(KV_TRANSFER_COMPLETED)) : ~0u);
     case PD_SC_END: return B(ACCEPTED) | B(DECODE_STARTED) | B(STREAMING);
     case PD_SC_SIDE: return B(ACCEPTED) | (id == PD_ST_MIGRATED ? OUT : WORK & ~pd_state[id].barred);
     default: return 0;

@@ -21,7 +21,7 @@ enum pd_state_id {
     PD_ST_COMPLETED, PD_ST_CANCELLED, PD_ST_FAILED, PD_ST_BLOCKED,
     PD_ST_FALLBACK, PD_ST_RETRY, PD_ST_MIGRATED, PD_ST_FIRST_TOKEN_EARLY,
     PD_ST_LEASE_GRANTED, PD_ST_LEASE_READ, PD_ST_LEASE_RENEWED, PD_ST_LEASE_RELEASED, PD_ST_LEASE_EXPIRED, PD_ST_LEASE_REVOKED, PD_ST_REAPED, PD_ST_CANCEL_ACKED,
-    PD_ST_STARTING, PD_ST_READY, PD_ST_DRAINING, PD_ST_GONE,
+    PD_ST_STARTING, PD_ST_READY, PD_ST_DRAINING, PD_ST_ROTATED, PD_ST_GONE,
     PD_N_STATES
 };
 #define PD_BIT(id) (1u << (id))
@@ -45,6 +45,10 @@ struct pd_state {
 };
 extern const struct pd_state pd_state[PD_N_STATES];
 enum pd_state_id pd_state_find(struct pd_str name);     /* PD_ST_UNKNOWN: of a later version, to be passed over */
+
+/* Who stands nearer to the client: what they tell of an end or of tokens counts before what others do. */
+enum pd_rank { PD_R_WORKER, PD_R_ROUTER, PD_R_FRONT, PD_N_RANKS };
+enum pd_rank pd_rank_of(const char *role);
 
 /* May `id` follow what came (PD_BIT of states, this attempt)? 0 yes; else the bit mask of states that are missing (*barred false: one of them is needed) or
  * in the way (*barred true). With PD_ST_FIRST_TOKEN_EARLY in `seen`, streaming bars nothing but a second attempt. */

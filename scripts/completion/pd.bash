@@ -18,7 +18,7 @@ _pd() {
         --kv) words="inline" ;;
         --on-mismatch) words="recompute fail" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
-        --chunk | -t | --threads | --block-size | --seed) return ;;
+        --chunk | -t | --threads | --block-size | --seed | --bound | --last | --trace-max) return ;;
         -m | --model | -i | --input | -o | --output | --trace | --ids | --out) compopt -o default 2>/dev/null; return ;;
     esac
 
@@ -31,7 +31,7 @@ _pd() {
         done
         case $name in
             pd-trace)
-                if [[ ${#verbs[@]} == 0 ]]; then words="cat kv"
+                if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow kv"
                 elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice salvage png"
                 fi ;;
             pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits" ;;

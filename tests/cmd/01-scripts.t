@@ -204,5 +204,5 @@ check "completion: options from --help, values, verbs" eval '
     [ "$(complete_line "$tmp/pd/pd-prefill" --k)" = --kv-dtype ] &&
     [ "$(complete_line "$tmp/pd/pd-prefill" --kv-dtype = f)" = "f16 f32" ] &&
     [ "$(complete_line "$tmp/pd/pd-prefill" --format j)" = json ] &&
-    [ "$(complete_line pd-trace kv q)" = quickcheck ]'
+    [ "$(complete_line pd-trace kv q)" = quickcheck ] && [ "$(complete_line pd-trace s)" = "show stats" ]'
 exit $rc
