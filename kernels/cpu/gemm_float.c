@@ -1,8 +1,9 @@
 /* Products with F32, F16 and BF16 weights.
  *
  * F32, F16: acc = fma(x[k], w[k], acc) over k in order; halves widen exactly. BF16: the activations are rounded to bf16 and every pair of k is
- * one step of VDPBF16PS: acc = fma(x1, w1, acc), then acc = fma(x0, w0, acc), denormal inputs and results taken as zero. Elsewhere the same two
- * steps run with the processor's flush modes set, which gives the same bits.
+ * one step of VDPBF16PS: acc = fma(x1, w1, acc), then acc = fma(x0, w0, acc), denormal inputs and results taken as zero. Elsewhere, and where
+ * that instruction is missing or slower than what it stands for (Intel's), the same two steps run with the processor's flush modes set, which gives
+ * the same bits.
  */
 #include "kern.h"
 #if defined(__SSE__)
@@ -17,18 +18,8 @@ enum { R_MAX = 4, NV = 1 };
 enum { R_MAX = 1, NV = 1 };
 #endif
 enum { WIDEN_FROM = 4 };        /* rows from which a group of halves is widened once */
-enum kind { F32, F16, BF16 };
+enum kind { F32, F16, BF16, DPBF16 /* the instruction */ };
 
-#if defined(PD_ISA_AVX512)
-INL unsigned flush_on(void) { return 0; }
-INL void flush_off(unsigned csr) { (void)csr; }
-INL vf dp_bf16(vf acc, vb w, const uint16_t *x)
-{
-    int32_t i;
-    memcpy(&i, x, 4);
-    return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(i));
-}
-#else
 #if defined(__SSE__)
 static unsigned flush_on(void) { unsigned csr = _mm_getcsr(); _mm_setcsr(csr | 0x8040); return csr; }
 static void flush_off(unsigned csr) { _mm_setcsr(csr); }
@@ -36,26 +27,25 @@ static void flush_off(unsigned csr) { _mm_setcsr(csr); }
 static unsigned flush_on(void) { return 0; }
 static void flush_off(unsigned csr) { (void)csr; }
 #endif
-#if defined(PD_ISA_AVX2)
-INL vf dp_bf16(vf acc, vb w, const uint16_t *x)
+
+/* Pairs of k of 16 outputs: the odd ones and the even ones as floats; one pair for all outputs. */
+#if defined(PD_ISA_AVX512)
+INL vf odd(vb w) { return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int32_t)0xffff0000))); }
+INL vf even(vb w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
+INL vb same_pair(const uint16_t *x) { int32_t i; memcpy(&i, x, 4); return _mm512_set1_epi32(i); }
+INL vf dp_bf16(vf acc, vb w, const uint16_t *x) { return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)same_pair(x)); }
+#elif defined(PD_ISA_AVX2)
+INL vf odd(vb w)
 {
     __m256i m = _mm256_set1_epi32((int32_t)0xffff0000);
-    vf odd = { _mm256_castsi256_ps(_mm256_and_si256(w.a, m)), _mm256_castsi256_ps(_mm256_and_si256(w.b, m)) };
-    vf even = { _mm256_castsi256_ps(_mm256_slli_epi32(w.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.b, 16)) };
-    return vf_fma(even, vf_set1(bf16_to_float(x[0])), vf_fma(odd, vf_set1(bf16_to_float(x[1])), acc));
+    return (vf){ _mm256_castsi256_ps(_mm256_and_si256(w.a, m)), _mm256_castsi256_ps(_mm256_and_si256(w.b, m)) };
 }
+INL vf even(vb w) { return (vf){ _mm256_castsi256_ps(_mm256_slli_epi32(w.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(w.b, 16)) }; }
+INL vb same_pair(const uint16_t *x) { int32_t i; memcpy(&i, x, 4); return (vb){ _mm256_set1_epi32(i), _mm256_set1_epi32(i) }; }
 #else
-INL vf dp_bf16(vf acc, vb w, const uint16_t *x)
-{
-    float x0 = bf16_to_float(x[0]), x1 = bf16_to_float(x[1]);
-    for (int l = 0; l < 16; l++) {
-        uint16_t p[2];
-        memcpy(p, w.v + 4 * l, 4);
-        acc.v[l] = __builtin_fmaf(bf16_to_float(p[0]), x0, __builtin_fmaf(bf16_to_float(p[1]), x1, acc.v[l]));
-    }
-    return acc;
-}
-#endif
+INL vb same_pair(const uint16_t *x) { vb r; EACH memcpy(r.v + 4 * l, x, 4); return r; }
+INL vf odd(vb w) { vf r; EACH r.v[l] = bf16_to_float((uint16_t)(w.v[4 * l + 2] | w.v[4 * l + 3] << 8)); return r; }
+INL vf even(vb w) { vf r; EACH r.v[l] = bf16_to_float((uint16_t)(w.v[4 * l] | w.v[4 * l + 1] << 8)); return r; }
 #endif
 
 INL void ask(const uint8_t *p, int bytes)
@@ -73,16 +63,32 @@ TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in
         for (int r = 0; r < R; r++)
             for (int v = 0; v < NV; v++)
                 acc[r][v] = vf_set1(0);
-        if (kind == BF16) {
+        if (kind == BF16 || kind == DPBF16) {
             for (int k = 0; k < n_in; k += 2) {
                 vb w[NV];
                 if (ahead && !v0)
                     ask(p + ahead + (size_t)k * 64, 128);
                 for (int v = 0; v < NV; v++)
                     w[v] = vb_load(p + (size_t)k * 64 + (v0 + v) * 64);
-                for (int r = 0; r < R; r++)
+#if defined(PD_ISA_AVX512)
+                if (kind == DPBF16) {
+                    for (int r = 0; r < R; r++)
+                        for (int v = 0; v < NV; v++)
+                            acc[r][v] = dp_bf16(acc[r][v], w[v], (const uint16_t *)(const void *)(x + r * stride) + k);
+                    continue;
+                }
+#endif
+                vf w1[NV], w0[NV];
+                for (int v = 0; v < NV; v++) {
+                    w1[v] = odd(w[v]);
+                    w0[v] = even(w[v]);
+                }
+                for (int r = 0; r < R; r++) {
+                    vb pair = same_pair((const uint16_t *)(const void *)(x + r * stride) + k);
+                    vf x1 = odd(pair), x0 = even(pair);
                     for (int v = 0; v < NV; v++)
-                        acc[r][v] = dp_bf16(acc[r][v], w[v], (const uint16_t *)(const void *)(x + r * stride) + k);
+                        acc[r][v] = vf_fma(w0[v], x0, vf_fma(w1[v], x1, acc[r][v]));
+                }
             }
         } else {
             for (int k = 0; k < n_in; k++) {
@@ -109,7 +115,11 @@ typedef void tile_fn(const uint8_t *p, int n_in, const uint8_t *x, size_t stride
 #define TILE(R, kind) \
     static __attribute__((noinline)) void tile_##R##_##kind(const uint8_t *p, int n_in, const uint8_t *x, size_t stride, size_t ahead, float *acc) \
     { tile(R, kind, p, n_in, x, stride, ahead, acc); }
+#if defined(PD_ISA_AVX512)
+#define TILES(R) TILE(R, F32) TILE(R, F16) TILE(R, BF16) TILE(R, DPBF16)
+#else
 #define TILES(R) TILE(R, F32) TILE(R, F16) TILE(R, BF16)
+#endif
 TILES(1)
 #if defined(PD_ISA_AVX512)
 TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8)
@@ -120,15 +130,19 @@ TILES(2) TILES(3) TILES(4)
 #else
 #define ROW(k) { NULL, tile_1_##k }
 #endif
-static tile_fn *const tiles[3][R_MAX + 1] = { ROW(F32), ROW(F16), ROW(BF16) };
+static tile_fn *const tiles[][R_MAX + 1] = { ROW(F32), ROW(F16), ROW(BF16),
+#if defined(PD_ISA_AVX512)
+                                             ROW(DPBF16)
+#endif
+};
 
 size_t K(gemm_float_scratch)(const struct pd_pmat *w) { return w->pack == PD_PK_F16 ? (size_t)w->n_in_pad * 32 * 4 : 64; }
 
-void K(gemm_float)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch)
+INL void product(enum kind bf16, const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch)
 {
     const size_t stride = K(act_stride)(w->pack, w->n_in_pad);
     const int widening = w->pack == PD_PK_F16 && m >= WIDEN_FROM;
-    const enum kind kind = w->pack == PD_PK_BF16 ? BF16 : w->pack == PD_PK_F16 && !widening ? F16 : F32;
+    const enum kind kind = w->pack == PD_PK_BF16 ? bf16 : w->pack == PD_PK_F16 && !widening ? F16 : F32;
     int chunks = (int)((size_t)m * stride / (400 * 1024)) + 1, chunk = ((m + chunks - 1) / chunks + R_MAX - 1) / R_MAX * R_MAX;
     for (int r0 = 0; r0 < m; r0 += chunk) {
         int r1 = r0 + chunk < m ? r0 + chunk : m;
@@ -167,3 +181,15 @@ void K(gemm_float)(const struct pd_pmat *w, const void *x, int m, float *y, size
         }
     }
 }
+
+void K(gemm_float)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch)
+{
+    product(BF16, w, x, m, y, ldy, add, g0, g1, scratch);
+}
+
+#if defined(PD_ISA_AVX512)
+void K(gemm_dpbf16)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch)
+{
+    product(DPBF16, w, x, m, y, ldy, add, g0, g1, scratch);
+}
+#endif

@@ -17,6 +17,10 @@ _Static_assert(sizeof(struct act) == 48, "an activation record is 48 bytes");
 /* gemm by family of pack; the same arguments as pd_kernels.gemm */
 void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch);
 void K(gemm_float)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch);
+#if defined(PD_ISA_AVX512)     /* the same with the bf16 instruction; only where the CPU has it */
+void K(gemm_dpbf16)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch);
+double K(peak_dpbf16)(enum pd_pack pack, long n, float *sink);
+#endif
 size_t K(gemm_int_scratch)(const struct pd_pmat *w);
 size_t K(gemm_float_scratch)(const struct pd_pmat *w);
 size_t K(act_part)(enum pd_pack pack);

@@ -23,7 +23,7 @@ enum { CHAINS = 1 };
 
 static inline float sum_int(vi v) { return vf_sum(vi_float(v)); }
 
-double K(peak)(enum pd_pack pack, long n, float *sink)
+INL double peak(const int dpbf16, enum pd_pack pack, long n, float *sink)
 {
     float total = 0;
     uint8_t bytes[64];
@@ -43,7 +43,7 @@ double K(peak)(enum pd_pack pack, long n, float *sink)
         CHAIN_LOOP(vi, vi_set1(0), vi_dot4(acc[c], w, x), sum_int);
         per *= 4;
 #if defined(PD_ISA_AVX512)
-    } else if (pack == PD_PK_BF16) {
+    } else if (dpbf16 && pack == PD_PK_BF16) {
         __m512bh w = (__m512bh)_mm512_set1_epi32((int)(pair[1] * 65537u)), x = (__m512bh)_mm512_set1_epi32((int)(pair[0] * 65537u));
         CHAIN_LOOP(vf, vf_set1(0), _mm512_dpbf16_ps(acc[c], w, x), vf_sum);
         per *= 2;
@@ -55,6 +55,11 @@ double K(peak)(enum pd_pack pack, long n, float *sink)
     *sink = total;
     return per * CHAINS * (double)n;
 }
+
+double K(peak)(enum pd_pack pack, long n, float *sink) { return peak(0, pack, n, sink); }
+#if defined(PD_ISA_AVX512)
+double K(peak_dpbf16)(enum pd_pack pack, long n, float *sink) { return peak(1, pack, n, sink); }
+#endif
 
 uint64_t K(read)(const void *p, size_t n)
 {

@@ -12,7 +12,7 @@
 #include <cmocka.h>
 #include "../../kernels/kernels.h"
 
-enum { ISAS = 4 };
+enum { ISAS = 5 };
 static const struct pd_kernels *isa[ISAS];
 static int n_isa;
 
@@ -640,7 +640,7 @@ static void selection(void **st)
 int main(void)
 {
     static const char *const names[] = { "scalar", "avx2", "avx512", "amx" };
-    for (int i = 0; i < ISAS; i++) {
+    for (int i = 0; i < 4; i++) {
         const char *why = NULL;
         const struct pd_kernels *k = pd_kernels_cpu(names[i], &why);
         if (k)
@@ -648,6 +648,9 @@ int main(void)
         else
             printf("# %s: %s\n", names[i], why);
     }
+    extern const struct pd_kernels pd_kernels_avx512, pd_kernels_avx512_dpbf16;     /* by its maker one of them is taken: both are tested */
+    if (__builtin_cpu_supports("avx512bf16") && n_isa > 2)
+        isa[n_isa++] = isa[2] == &pd_kernels_avx512 ? &pd_kernels_avx512_dpbf16 : &pd_kernels_avx512;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(selection), cmocka_unit_test(gemm_f32), cmocka_unit_test(gemm_f16), cmocka_unit_test(gemm_bf16), cmocka_unit_test(gemm_u8),
         cmocka_unit_test(gemm_u4), cmocka_unit_test(gemm_many_rows), cmocka_unit_test(bf16_edges), cmocka_unit_test(prep_same_bits), cmocka_unit_test(halves),
