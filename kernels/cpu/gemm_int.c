@@ -15,10 +15,12 @@ enum { R_MAX = 2, NV = 1, WIDEN_FROM = 1 << 30 };
 enum { R_MAX = 1, NV = 1, WIDEN_FROM = 2 };
 #endif
 
+enum { ASKERS = 4 };
 struct group {                  /* the group in hand: its bytes, and what the matrix says about it */
     const uint8_t *p;
     int n_sub, off, scale_f32, has_min, scale_bytes;    /* scale_bytes: of all scales and mins of one sub-block */
-    size_t ahead;               /* bytes from here to what to ask memory for meanwhile: the next group, while the first rows pass through this one; or 0 */
+    size_t ahead;               /* bytes from here to the next group, which is asked of memory while the first rows pass through this one: */
+    int ask, ask_step;          /* these bytes' lines of every sub-block, by each of the first tiles its share; ask_step 0: none */
 };
 
 INL vf scales(const uint8_t *p, int f32, int v)
@@ -37,7 +39,7 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
     for (int b = 0; b < g.n_sub; b++) {
         const uint8_t *xb = sub == 32 ? x + (size_t)b * sizeof(struct act) : x + (size_t)(b / 2) * sizeof(struct act);
         const int half = sub == 32 ? 0 : b & 1;
-        for (int o = 0; g.ahead && o < planes * 128 + g.scale_bytes; o += 64)
+        for (int o = g.ask; g.ask_step && o < planes * 128 + g.scale_bytes; o += g.ask_step)
             __builtin_prefetch(p + g.ahead + o, 0, 2);
         int lo = sub == 32 || !half ? -g.off : 0, hi = sub == 32 || half ? -g.off : 0;
         vi i[R_MAX][NV];
@@ -160,7 +162,7 @@ size_t K(gemm_int_scratch)(const struct pd_pmat *w)
 void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch)
 {
     const size_t stride = K(act_stride)(w->pack, w->n_in_pad);
-    struct group g = { .n_sub = w->n_in_pad / w->sub, .off = w->off, .scale_f32 = w->scale_f32, .has_min = w->has_min, .scale_bytes = scale_bytes_of(w) };
+    struct group g = { .n_sub = w->n_in_pad / w->sub, .off = w->off, .scale_f32 = w->scale_f32, .has_min = w->has_min, .scale_bytes = scale_bytes_of(w), .ahead = w->group_bytes };
     const int widening = w->pack == PD_PK_U4 && m >= WIDEN_FROM, narrow = w->sub == 16;
     tile_fn *const *const tiles = w->pack == PD_PK_U4 && !widening ? u4_tiles[narrow] : u8_tiles[narrow];
     /* As many rows at a time as stay in the second-level cache beside a group. */
@@ -174,9 +176,11 @@ void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t
                 g.p = scratch;
             }
             int n_out = w->n_out - gi * 32;
-            for (int r = r0, left = (r1 - r0 + R_MAX - 1) / R_MAX; r < r1; left--) {
+            const int tiles_here = (r1 - r0 + R_MAX - 1) / R_MAX;
+            for (int r = r0, left = tiles_here; r < r1; left--) {
                 int n = (r1 - r + left - 1) / left;     /* tiles of even height: a low one wastes the weights that it loads */
-                g.ahead = r == r0 ? w->group_bytes : 0;
+                g.ask = 64 * (tiles_here - left);
+                g.ask_step = tiles_here - left < ASKERS ? 64 * (tiles_here < ASKERS ? tiles_here : ASKERS) : 0;
                 tiles[n](g, (const uint8_t *)x + (size_t)r * stride, stride, y + (size_t)r * ldy + gi * 32, ldy, add, n_out);
                 r += n;
             }
