@@ -23,7 +23,7 @@ struct view { struct choice *choice; uint32_t n; bool any, moved /* migrated sin
 
 struct run {
     struct pd_node node;
-    uint32_t seen;
+    uint32_t seen, ever;        /* in this attempt, in those before it */
     struct proc *part[PARTS], *stale[STALE];
     uint8_t n_parts, n_stale;
     enum pd_rank top, out_by;      /* of those that took part; of those that streamed */
@@ -164,6 +164,7 @@ static void begin_attempt(struct run *r, uint32_t clears, const struct proc *by,
     for (int i = 0; i < n; i++)
         if (part[i] != by && part[i]->rank == PD_R_WORKER && !is_stale(r, part[i]) && r->n_stale < STALE)
             r->stale[r->n_stale++] = part[i];
+    r->ever |= r->seen & clears;
     r->seen &= ~clears;
 }
 
@@ -305,7 +306,7 @@ static int on_side(struct pd_check *c, struct run *r, const struct pd_log_rec *r
     if (s->barred & OUT && id != PD_ST_FIRST_TOKEN_EARLY && r->out.state && (r->out_by >= r->top || r->out.state == PD_ST_FIRST_TOKEN_EARLY)) {
         struct pd_finding f = finding("boundary", run_name(r), &r->out, ref, "%s after the first token went out: only migrated, or an end, may follow", state_name(id));
         rc = tell(c, &f, e);
-    } else if ((mask = pd_state_clash(id, id == PD_ST_MIGRATED ? r->seen : seen, &barred)))
+    } else if ((mask = pd_state_clash(id, id == PD_ST_MIGRATED ? r->seen : seen, r->ever, &barred)))
         rc = out_of_order(c, r, id, mask, barred, ref, e);
     if (rc)
         return rc;
@@ -335,7 +336,7 @@ static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *r
     bool barred, again = r->seen & PD_BIT(id), begins = id == PD_ST_PREFILL_STARTED || id == PD_ST_KV_TRANSFER_STARTED || id == PD_ST_DECODE_STARTED;
     int rc = 0;
     if (is_stale(r, p)) {       /* work for an attempt that was given up, unless it begins anew */
-        if (!begins || again || pd_state_clash(id, r->seen, &barred))
+        if (!begins || again || pd_state_clash(id, r->seen, r->ever, &barred))
             return 0;
         for (int i = 0; i < r->n_stale; i++)
             if (r->stale[i] == p)
@@ -349,7 +350,7 @@ static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *r
         if ((rc = deliver(r, &rec->ev, p->rank, ref, e)))
             return rc;
     }
-    uint32_t mask = again ? PD_BIT(id) : pd_state_clash(id, r->seen, &barred);
+    uint32_t mask = again ? PD_BIT(id) : pd_state_clash(id, r->seen, r->ever, &barred);
     if (again && (id == PD_ST_STREAMING || (pd_state[id].both && r->at[id].worker != p->name)))
         return 0;               /* more of the stream, or how the other end saw it */
     if (id == PD_ST_ACCEPTED && mask && r->n_parts > 1)
@@ -432,7 +433,7 @@ static int on_run(struct pd_check *c, const struct pd_log_rec *rec, struct proc 
         rc = on_side(c, r, rec, p, ref, e);
     else if (class == PD_SC_END && p->rank >= r->top) {         /* else: a worker's part of it ended */
         bool barred;
-        uint32_t mask = pd_state_clash(id, r->seen, &barred);
+        uint32_t mask = pd_state_clash(id, r->seen, r->ever, &barred);
         if (mask && (rc = out_of_order(c, r, id, mask, barred, ref, e)))
             return rc;
         r->at[id] = r->last = *ref;

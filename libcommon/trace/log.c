@@ -165,41 +165,42 @@ static int fill(struct pd_log *l, struct file *f, struct pd_err *e)
     }
 }
 
-/* Decodes what was framed. false: it is no record of ours. */
-static bool take(struct pd_log *l, struct file *f, const uint8_t *p, size_t n, uint64_t offset)
+/* Decodes what was framed. 1 f->rec is it, 0 it is no record of ours, < 0: memory. */
+static int take(struct pd_log *l, struct file *f, const uint8_t *p, size_t n, uint64_t offset, struct pd_err *e)
 {
     struct pd_bin kind;
-    struct pd_err e;
     pd_arena_free(&f->mem);
-    if (pd_frame_check(p, n, &e) || pd_map_find(p, n, "pd", &kind) != 1)
-        return false;
+    if (pd_frame_check(p, n, e) || pd_map_find(p, n, "pd", &kind) != 1)
+        return 0;
     f->rec = (struct pd_log_rec){ .kind = pd_kind_of(p, n), .p = p, .n = n, .offset = offset, .file = (uint32_t)(f - l->file) };
     if (f->rec.kind == PD_K_EVENT) {
-        if (pd_event_decode(p, n, &f->mem, &f->rec.ev, &e))
-            return false;
+        int rc = pd_event_decode(p, n, &f->mem, &f->rec.ev, e);
+        if (rc)
+            return rc == PD_ENOMEM ? rc : 0;
         f->rec.state = pd_state_find((struct pd_str){ f->rec.ev.state, strlen(f->rec.ev.state) });
     }
     f->lost = false;
     f->records++;
     l->st.records++;
-    return true;
+    return 1;
 }
 
-/* 1 a record, 0 more bytes are needed, 2 something was passed over */
-static int next_msgpack(struct pd_log *l, struct file *f)
+/* 1 a record, 0 more bytes are needed, 2 something was passed over, < 0: memory */
+static int next_msgpack(struct pd_log *l, struct file *f, struct pd_err *e)
 {
     const uint8_t *p = f->buf + f->begin;
     size_t n = f->end - f->begin, len = 0, max = l->o.max_record;
     struct pd_frame_scan scan = { 0 };
-    struct pd_err e;
     size_t other = find_head(p, n, 1);
     if (f->lost && !head_at(p, n)) {
         size_t keep = other < n ? other : f->over ? n : n > HEAD + 1 ? n - HEAD - 1 : 0;
         lose(l, f, keep);
         return keep ? 2 : 0;
     }
-    int rc = n ? pd_frame_next(&scan, p, n, max, &len, &e) : 0;
-    if (rc == 1 && other >= len && take(l, f, p, len, f->offset)) {
+    int rc = n ? pd_frame_next(&scan, p, n, max, &len, e) : 0, taken = rc == 1 && other >= len ? take(l, f, p, len, f->offset, e) : 0;
+    if (taken < 0)
+        return taken;
+    if (taken) {
         consume(f, len);
         return 1;
     }
@@ -210,11 +211,10 @@ static int next_msgpack(struct pd_log *l, struct file *f)
     return 2;
 }
 
-static int next_json(struct pd_log *l, struct file *f)
+static int next_json(struct pd_log *l, struct file *f, struct pd_err *e)
 {
     const uint8_t *p = f->buf + f->begin;
     size_t n = f->end - f->begin, limit = l->o.max_record * 2;
-    struct pd_err e;
     const uint8_t *nl = n ? memchr(p, '\n', n) : NULL;
     if (!nl && (!f->over || !n) && n <= limit)
         return 0;
@@ -224,7 +224,10 @@ static int next_json(struct pd_log *l, struct file *f)
     for (size_t i = 0; i < len && blank; i++)
         blank = p[i] == ' ' || p[i] == '\t' || p[i] == '\r';
     f->converted.n = 0;
-    if (blank || (!pd_json_to_msgpack((const char *)p, len, &f->converted, &e) && take(l, f, f->converted.p, f->converted.n, offset))) {
+    int rc = blank ? 0 : pd_json_to_msgpack((const char *)p, len, &f->converted, e), taken = 0;
+    if (rc == PD_ENOMEM || (!blank && !rc && (taken = take(l, f, f->converted.p, f->converted.n, offset, e)) < 0))
+        return PD_ENOMEM;
+    if (blank || taken) {
         consume(f, all);
         return blank ? 2 : 1;
     }
@@ -243,9 +246,9 @@ static int advance(struct pd_log *l, struct file *f, struct pd_err *e)
                 consume(f, 1), n--;
         if (f->form == UNDECIDED && n)
             f->form = f->buf[f->begin] == '{' ? JSON : MSGPACK;
-        int rc = !n ? 0 : f->form == JSON ? next_json(l, f) : next_msgpack(l, f);
-        if (rc == 1)
-            return 1;
+        int rc = !n ? 0 : f->form == JSON ? next_json(l, f, e) : next_msgpack(l, f, e);
+        if (rc == 1 || rc < 0)
+            return rc;
         if (!f->records && (f->torn_bytes > GIVE_UP || (rc == 0 && f->over && f->torn_bytes)))
             return pd_fail(e, PD_ECORRUPT, "%s: there is no record in it; a log of events is expected (made by --trace)", f->name);
         if (rc == 2)

@@ -13,7 +13,7 @@ const struct pd_state pd_state[PD_N_STATES] = {
     [PD_ST_PREFILL_STARTED] = { .name = "prefill_started", .class = PD_SC_STEP, .after = B(ACCEPTED) | B(ROUTE_SELECTED), .barred = WORK | B(STREAMING) },
     [PD_ST_PREFILL_COMPLETED] = { .name = "prefill_completed", .class = PD_SC_STEP, .after = B(PREFILL_STARTED), .barred = B(KV_PUBLISHED) | MOVED },
     [PD_ST_KV_PUBLISHED] = { .name = "kv_published", .class = PD_SC_STEP, .after = B(PREFILL_COMPLETED), .barred = MOVED },
-    [PD_ST_KV_TRANSFER_STARTED] = { .name = "kv_transfer_started", .class = PD_SC_STEP, .after = B(PREFILL_STARTED), .barred = MOVED, .both = true },
+    [PD_ST_KV_TRANSFER_STARTED] = { .name = "kv_transfer_started", .class = PD_SC_STEP, .after = B(PREFILL_STARTED), .or_ever = B(KV_PUBLISHED), .barred = MOVED, .both = true },
     [PD_ST_KV_TRANSFER_COMPLETED] = { .name = "kv_transfer_completed", .class = PD_SC_STEP, .after = B(KV_TRANSFER_STARTED), .barred = B(DECODE_STARTED) | B(STREAMING), .both = true },
     [PD_ST_DECODE_STARTED] = { .name = "decode_started", .class = PD_SC_STEP, .after = B(KV_TRANSFER_COMPLETED) | B(PREFILL_COMPLETED), .barred = B(STREAMING),
                                .if_seen = B(KV_TRANSFER_STARTED), .then = B(KV_TRANSFER_COMPLETED) },
@@ -56,7 +56,7 @@ enum pd_rank pd_rank_of(const char *role)
     return !strcmp(role, "front") ? PD_R_FRONT : !strcmp(role, "route") || !strcmp(role, "router") ? PD_R_ROUTER : PD_R_WORKER;
 }
 
-uint32_t pd_state_clash(enum pd_state_id id, uint32_t seen, bool *barred)
+uint32_t pd_state_clash(enum pd_state_id id, uint32_t seen, uint32_t ever, bool *barred)
 {
     const struct pd_state *s = &pd_state[id];
     uint32_t bars = s->barred;
@@ -65,7 +65,7 @@ uint32_t pd_state_clash(enum pd_state_id id, uint32_t seen, bool *barred)
     *barred = (seen & bars) != 0;
     if (*barred)
         return seen & bars;
-    if (s->after && !(seen & s->after))
+    if (s->after && !(seen & s->after) && !(ever & s->or_ever))
         return s->after;
     return seen & s->if_seen && !(seen & s->then) ? s->then : 0;
 }

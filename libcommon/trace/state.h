@@ -38,6 +38,7 @@ struct pd_state {
     const char *name;
     enum pd_state_class class;
     uint32_t after;             /* PD_BIT of states: one of them must have come in this attempt; 0: none needed */
+    uint32_t or_ever;           /* or one of these in any attempt: KV that was published can be moved again */
     uint32_t barred;            /* none of them may have come in this attempt */
     uint32_t if_seen, then;     /* when if_seen came, one of `then` must have too */
     uint32_t clears;            /* a side step: what may come again */
@@ -46,13 +47,13 @@ struct pd_state {
 extern const struct pd_state pd_state[PD_N_STATES];
 enum pd_state_id pd_state_find(struct pd_str name);     /* PD_ST_UNKNOWN: of a later version, to be passed over */
 
-/* Who stands nearer to the client: what they tell of an end or of tokens counts before what others do. */
+/* By an event's `role` (front; route; any other is a worker's), who stands nearer to the client: what they tell of an end or of tokens counts before what others do. */
 enum pd_rank { PD_R_WORKER, PD_R_ROUTER, PD_R_FRONT, PD_N_RANKS };
 enum pd_rank pd_rank_of(const char *role);
 
-/* May `id` follow what came (PD_BIT of states, this attempt)? 0 yes; else the bit mask of states that are missing (*barred false: one of them is needed) or
+/* May `id` follow what came (PD_BIT of states: in this attempt, in any)? 0 yes; else the bit mask of states that are missing (*barred false: one of them is needed) or
  * in the way (*barred true). With PD_ST_FIRST_TOKEN_EARLY in `seen`, streaming bars nothing but a second attempt. */
-uint32_t pd_state_clash(enum pd_state_id id, uint32_t seen, bool *barred);
+uint32_t pd_state_clash(enum pd_state_id id, uint32_t seen, uint32_t ever, bool *barred);
 /* What must be assumed to have come before `id`, when the log begins with it. */
 uint32_t pd_state_implied(enum pd_state_id id);
 #endif

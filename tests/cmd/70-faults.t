@@ -99,6 +99,14 @@ drill("decode of requests", tap.decode("--format", "json", "-o", f"{out}/x"), da
 drill("kv slice", tap.trace("kv", "slice", "-q", "--run", REQ[0]["run"], "--tokens", "3:9", "-o", f"{out}/s.h5", h5), b"", "s.h5", file_holds)
 drill("kv png", tap.trace("kv", "png", "-q", "--run", REQ[0]["run"], "-o", f"{out}/p.png", h5), b"", "p.png", picture_holds)
 
+log, log2 = f"{tmp}/in.trace", f"{tmp}/in2.trace"
+for name, reqs in ((log, REQ), (log2, REQ[:1])):
+    run([f"{plain}/bin/pd-decode", "-m", tap.TINY, "--trace", name, "--format", "json"], lines([{k: v for k, v in r.items() if k != "run"} for r in reqs]))
+for verb in ("check", "ls", "stats", "show 01"):
+    files = f"{log2}" if verb == "show 01" else f"{log} {log2}"
+    drill(f"trace {verb}", ["sh", "-c", f"exec {tap.B}/bin/pd-trace {verb} {files} >{out}/x"], b"", "x", lambda name: open(name, "rb").read())
+drill("trace merge", tap.trace("merge", "-o", f"{out}/x", log, log2), b"", "x", lambda name: open(name, "rb").read())
+
 # The child that reads dumps. A run that it had begun is discarded, which is 4 and wins; before that, what it lacks is not the file's fault.
 want = answers(once(tap.decode("-i", h5, "--format", "json"), b"").stdout)
 for point, step in (("malloc", STEP * 8 - 7), ("write", 1), ("read", STEP)):

@@ -58,9 +58,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *p, size_t n)
     pd_check_free(c);
     pd_log_free(l);
     struct pd_report_opts o = { .paths = paths, .out = null, .json = n & 1, .log.max_record = 1 << 16, .run = "0", .quiet = true };
-    pd_report_ls(&o, &status, &e);
-    pd_report_stats(&o, &status, &e);
-    pd_report_show(&o, &status, &e);
+    if (n % 8 == 0)
+        pd_report_ls(&o, &status, &e);
+    if (n % 32 == 1)
+        pd_report_stats(&o, &status, &e);
+    if (n % 8 == 2)
+        pd_report_show(&o, &status, &e);
     close(fd);
     return 0;
 }

@@ -179,6 +179,9 @@ static const struct { const char *name, *log, *want; } cases[] = {
       P_WORK("p0") D_WORK("d1") "d1 streaming n=2; r streaming n=2; r completed n=2; d1 gone;" DOWN "r gone", "" },
     { "migrated", ROUTED UP "d1 starting;" P_WORK("p0") D_WORK("d0") "d0 streaming n=6; r streaming n=4; r migrated; d1 prefill_started; d1 prefill_completed; d1 decode_started;"
       "d1 streaming pos=4 n=3; r streaming pos=4 n=3; r completed n=7; d1 gone;" DOWN "r gone", "" },
+    { "decode dies before it streams, the KV is moved again", ROUTED UP "d1 starting;" P_WORK("p0") D_WORK("d0") "r retry; r route_selected;" D_WORK("d1")
+      "d1 streaming n=2; r streaming n=2; r completed n=2; d1 gone;" DOWN "r gone", "" },
+    { "migrated with the KV", ROUTED UP "d1 starting;" P_WORK("p0") D_WORK("d0") "r streaming n=1; r migrated;" D_WORK("d1") "r streaming pos=1 n=2; r completed n=3; d1 gone;" DOWN "r gone", "" },
     { "first token early", ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; r first_token_early; r streaming n=1; p0 kv_published;" D_WORK("d0") "d0 streaming n=3;"
       "r streaming pos=1 n=2; r completed n=3;" DOWN "r gone", "" },
     { "cancelled, a transfer just ends", UP PRE "p0 kv_published; d0 kv_transfer_started parent=1; p0 cancelled; d0 kv_transfer_completed t=200;" DOWN, "" },
