@@ -60,7 +60,7 @@ static int copy(bool merge, const char **files, int *status, struct pd_err *e)
         return e->code;
     int rc = pd_endpoint_open_out(to, connect_us, &out, e);
     if (!rc)
-        rc = pd_wstream_new(out.fd, pd_cli.format ? !strcmp(pd_cli.format, "msgpack") ? PD_FMT_MSGPACK : PD_FMT_JSON : merge ? PD_FMT_MSGPACK : PD_FMT_JSON, false, to, &w, e);
+        rc = pd_wstream_new(out.fd, strcmp(pd_cli.format ? pd_cli.format : merge ? "msgpack" : "json", "json") ? PD_FMT_MSGPACK : PD_FMT_JSON, false, to, &w, e);
     if (merge && !rc)
         rc = pd_trace_merge(inputs(files), &(struct pd_log_opts){ .max_record = (size_t)max, .connect_us = connect_us }, w, &torn, e);
     for (const char **f = inputs(files); !merge && !rc && *f; f++)
@@ -160,7 +160,8 @@ static int report(size_t i, const char **args, int *status, struct pd_err *e)
 {
     bool show = reports[i].fn == pd_report_show;
     int64_t connect_us = pd_cli_connect_us(e), max = pd_cli_max_record(e);
-    struct pd_report_opts o = { .out = stdout, .json = pd_cli.format && !strcmp(pd_cli.format, "json"), .quiet = pd_cli.quiet, .strict = strict, .run = run_id, .last = last,
+    struct pd_report_opts o = { .out = stdout, .json = pd_cli.format && !strcmp(pd_cli.format, "json"), .quiet = pd_cli.quiet, .strict = strict,
+                                .run = run_id, .last = last,
                                 .log = { .max_record = (size_t)max, .connect_us = connect_us } };
     if (connect_us < 0 || max < 0)
         return e->code;
@@ -171,7 +172,8 @@ static int report(size_t i, const char **args, int *status, struct pd_err *e)
     if (pd_cli.out)
         return pd_fail(e, PD_EUSAGE, "%s writes to standard output: -o is for cat, merge and kv", reports[i].name);
     if (show && (!args[0] || strspn(args[0], "0123456789ABCDEFGHJKMNPQRSTVWXYZ") != strlen(args[0]) || strlen(args[0]) > 26 || !args[0][0]))
-        return pd_fail(e, PD_EUSAGE, "show: '%s' is no run id, nor the beginning of one (example: pd-trace show 01JDV3K5 p0.trace d0.trace)", args[0] ? args[0] : "");
+        return pd_fail(e, PD_EUSAGE, "show: '%s' is no run id, nor the beginning of one (example: pd-trace show 01JDV3K5 p0.trace d0.trace)",
+                       args[0] ? args[0] : "");
     if (show)
         o.run = *args++;
     o.paths = inputs(args);
@@ -193,5 +195,6 @@ static int work(const char **args, int *status, struct pd_err *e)
 
 int main(int argc, char **argv)
 {
-    return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow [FILE...] | show RUN [FILE...] | kv ls|quickcheck|verify|stat|diff|slice|salvage|png FILE...", argc, argv, pd_engine_version, work);
+    return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow [FILE...] | show RUN [FILE...] | "
+                       "kv ls|quickcheck|verify|stat|diff|slice|salvage|png FILE...", argc, argv, pd_engine_version, work);
 }

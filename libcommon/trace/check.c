@@ -55,7 +55,8 @@ struct pd_check {
 
 /* ---- findings ---- */
 
-static struct pd_finding finding(const char *rule, const char *run, const struct pd_ref *a, const struct pd_ref *b, const char *fmt, ...) __attribute__((format(printf, 5, 6)));
+static struct pd_finding finding(const char *rule, const char *run, const struct pd_ref *a, const struct pd_ref *b, const char *fmt,
+    ...) __attribute__((format(printf, 5, 6)));
 static struct pd_finding finding(const char *rule, const char *run, const struct pd_ref *a, const struct pd_ref *b, const char *fmt, ...)
 {
     struct pd_finding f = { .rule = rule };
@@ -202,7 +203,8 @@ static int deliver(struct run *r, const struct pd_event *ev, enum pd_rank rank, 
     if (ev->pos != c->next && !free_start) {
         bool gap = ev->pos > c->next;
         const struct pd_ref *before = c->last.state ? &c->last : &r->last;
-        struct pd_finding f = !ev->pos ? finding("first_token", run_name(r), before, ref, "choice %u: the first token went out twice (%u tokens had)", ev->choice, c->next)
+        struct pd_finding f = !ev->pos ? finding("first_token", run_name(r), before, ref, "choice %u: the first token went out twice (%u tokens had)",
+            ev->choice, c->next)
                                        : finding("position", run_name(r), before, ref, "choice %u: position %u went out %s %u tokens", ev->choice, ev->pos,
                                                  gap ? "after only" : "again, after", c->next);
         rc = clash(v, &f, gap, e);
@@ -230,7 +232,8 @@ static int judge_delivery(struct pd_check *c, struct run *r, struct pd_err *e)
         n += v->choice[i].next;
     if (r->end != PD_ST_COMPLETED || !r->told || n == r->told || r->elsewhere)
         return 0;
-    struct pd_finding f = finding("token_count", run_name(r), &v->choice[v->n - 1].last, &r->at[PD_ST_COMPLETED], "completed with %u tokens, but %llu went out", r->told,
+    struct pd_finding f = finding("token_count", run_name(r), &v->choice[v->n - 1].last, &r->at[PD_ST_COMPLETED],
+        "completed with %u tokens, but %llu went out", r->told,
                                   (unsigned long long)n);
     return n < r->told ? defer(c, &f, e) : tell(c, &f, e);
 }
@@ -241,7 +244,8 @@ static int end_run(struct pd_check *c, struct run *r, const struct pd_log_rec *r
     r->end = rec->state;
     r->ended_by = by;
     r->told = rec->ev.tokens;
-    *(rec->state == PD_ST_COMPLETED ? &c->sum.completed : rec->state == PD_ST_FAILED ? &c->sum.failed : rec->state == PD_ST_CANCELLED ? &c->sum.cancelled : &c->sum.blocked) += 1;
+    *(rec->state == PD_ST_COMPLETED ? &c->sum.completed : rec->state == PD_ST_FAILED ? &c->sum.failed : rec->state == PD_ST_CANCELLED
+        ? &c->sum.cancelled : &c->sum.blocked) += 1;
     int rc = judge_delivery(c, r, e);
     if (rc)
         return rc;
@@ -304,7 +308,8 @@ static int on_side(struct pd_check *c, struct run *r, const struct pd_log_rec *r
     uint32_t seen = r->top > r->out_by && r->out.state != PD_ST_FIRST_TOKEN_EARLY ? r->seen & ~OUT : r->seen, mask;
     int rc = 0;
     if (s->barred & OUT && id != PD_ST_FIRST_TOKEN_EARLY && r->out.state && (r->out_by >= r->top || r->out.state == PD_ST_FIRST_TOKEN_EARLY)) {
-        struct pd_finding f = finding("boundary", run_name(r), &r->out, ref, "%s after the first token went out: only migrated, or an end, may follow", state_name(id));
+        struct pd_finding f = finding("boundary", run_name(r), &r->out, ref, "%s after the first token went out: only migrated, or an end, may follow",
+            state_name(id));
         rc = tell(c, &f, e);
     } else if ((mask = pd_state_clash(id, id == PD_ST_MIGRATED ? r->seen : seen, r->ever, &barred)))
         rc = out_of_order(c, r, id, mask, barred, ref, e);
@@ -588,7 +593,8 @@ static int open_run(struct pd_check *c, struct run *r, struct pd_err *e)
         c->sum.handed_over++;
         return 0;
     }
-    f = finding("run_open", run_name(r), &r->first, &r->last, "the run never ended: %s was the last of it, and %s has closed its log", state_name(r->last.state),
+    f = finding("run_open", run_name(r), &r->first, &r->last, "the run never ended: %s was the last of it, and %s has closed its log",
+        state_name(r->last.state),
                 holder ? holder->name : "?");
     return defer(c, &f, e);
 }
@@ -602,7 +608,8 @@ int pd_check_end(struct pd_check *c, uint64_t torn, struct pd_check_sum *sum, st
         struct lease *l = (struct lease *)p;
         char hex[33];
         pd_hex(l->node.key, 16, hex);
-        struct pd_finding f = finding("lease_open", l->run, &l->grant, &l->grantor->last, l->grantor->gone ? "lease %s was granted and never ended, and %s has closed its log" :
+        struct pd_finding f = finding("lease_open", l->run, &l->grant, &l->grantor->last, l->grantor->gone
+            ? "lease %s was granted and never ended, and %s has closed its log" :
                                       "lease %s: the log of %s ends without gone", hex, l->grantor->name);
         f.lost = !l->grantor->gone;
         rc = f.lost ? tell(c, &f, e) : defer(c, &f, e);

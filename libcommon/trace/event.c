@@ -79,7 +79,8 @@ static bool rotate(struct pd_trace *t, size_t more)
     struct pd_err e;
     int fd = -1;
     bool done = true;
-    if (pd_buf_printf(&old, &e, "%s.1", t->path) || rename(t->path, (char *)old.p) || (fd = open(t->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600)) < 0 ||
+    if (pd_buf_printf(&old, &e, "%s.1", t->path) || rename(t->path, (char *)old.p) || (fd = open(t->path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC,
+        0600)) < 0 ||
         dup3(fd, t->fd, O_CLOEXEC) < 0) {
         pd_warn("trace %s: cannot begin a new file: %s; this one goes on past --trace-max", t->path, old.p ? strerror(errno) : e.msg);
         t->max_bytes = 0;

@@ -3,7 +3,8 @@
  *
  * For pd-trace check to prove a log whole, a process follows four rules (state.h has the tables):
  *   - the trace is open as long as the process has runs: opening writes `starting`, closing `gone`. Without `gone` the process counts as having died there;
- *   - an event that another process can see the effect of is written before that effect leaves (kv_published before the `kv`), so that a merged log is in order;
+ *   - an event that another process can see the effect of is written before that effect leaves (kv_published before the `kv`), so that a merged log is in
+ * order;
  *   - a run that was accepted ends by an end state, whatever becomes of it, except that prefill may leave it at kv_published for another to take up;
  *   - an event that was caused by another's step carries that step's op as `parent`.
  */

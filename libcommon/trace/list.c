@@ -5,13 +5,13 @@
 #include "../base/seen.h"
 #include "keyed.h"
 #include "report.h"
-#include "span.h"
+#include "stage.h"
 
 enum { LINGER = 1024, MAX_REASONS = 64 };
 
 struct listed {
     struct pd_node node;
-    struct pd_spans spans;
+    struct pd_stages stages;
     int64_t begin_us, ttft_us, e2e_us;
     char first[64], last[64];   /* workers */
     char *cause;
@@ -56,7 +56,7 @@ static double tally_quantile(const struct tally *t, double q)
     return 0;
 }
 
-enum { T_TPOT = PD_N_SPANS, N_TALLIES };
+enum { T_TPOT = PD_N_TIMES, N_TALLIES };
 struct list {
     const struct pd_report_opts *o;
     struct pd_keyed live, ended;
@@ -87,13 +87,14 @@ static int put_run(struct list *l, struct listed *r, struct pd_err *e)
     FILE *out = l->o->out;
     bool json = l->o->json, two = strcmp(r->first, r->last) != 0;
     char at[32];
-    const char *state = pd_state[r->spans.end ? r->spans.end : r->spans.last].name;
+    const char *state = pd_state[r->stages.end ? r->stages.end : r->stages.last].name;
     pd_report_time(r->begin_us, at);
     if (json) {
-        fprintf(out, "{\"run\":\"%s\",\"state\":\"%s\",\"ended\":%s,\"mode\":\"%s\",\"t_us\":%" PRId64 ",\"tokens\":%u", (char *)r->node.key, state, r->spans.end ? "true" : "false",
-                pd_spans_mode(&r->spans), r->begin_us, pd_spans_tokens(&r->spans));
+        fprintf(out, "{\"run\":\"%s\",\"state\":\"%s\",\"ended\":%s,\"mode\":\"%s\",\"t_us\":%" PRId64 ",\"tokens\":%u", (char *)r->node.key, state,
+            r->stages.end ? "true" : "false",
+                pd_stages_mode(&r->stages), r->begin_us, pd_stages_tokens(&r->stages));
     } else
-        fprintf(out, "%s  %s  %-10s %-9s %5u tokens", (char *)r->node.key, at, pd_spans_mode(&r->spans), state, pd_spans_tokens(&r->spans));
+        fprintf(out, "%s  %s  %-10s %-9s %5u tokens", (char *)r->node.key, at, pd_stages_mode(&r->stages), state, pd_stages_tokens(&r->stages));
     put_ms(out, json ? "ttft_ms" : "ttft", r->ttft_us, json);
     put_ms(out, json ? "e2e_ms" : "e2e", r->e2e_us, json);
     struct pd_str first = { r->first, strlen(r->first) }, last = { r->last, strlen(r->last) }, cause = { r->cause, r->cause ? strlen(r->cause) : 0 };
@@ -112,27 +113,27 @@ static int put_run(struct list *l, struct listed *r, struct pd_err *e)
     return ferror(out) ? pd_fail_sys(e, "standard output") : 0;
 }
 
-static int on_span(void *ctx, enum pd_span_id id, enum pd_span_what what, int64_t from, int64_t to, const struct pd_log_rec *rec, struct pd_err *e)
+static int on_stage(void *ctx, enum pd_stage_id id, enum pd_stage_what what, int64_t from, int64_t to, const struct pd_log_rec *rec, struct pd_err *e)
 {
     struct { struct list *l; struct listed *r; } *x = ctx;
     (void)rec;
     (void)e;
-    if (what != PD_SPAN_CLOSE)
+    if (what != PD_STAGE_CLOSE)
         return 0;
     if (x->l->tally)
         tally_add(&x->l->tally[id], to - from);
-    if (id == PD_SP_TTFT)
+    if (id == PD_SG_TTFT)
         x->r->ttft_us = to - from;
-    if (id == PD_SP_E2E)
+    if (id == PD_SG_E2E)
         x->r->e2e_us = to - from;
     return 0;
 }
 
 static int finish(struct list *l, struct listed *r, struct pd_err *e)
 {
-    double tpot = pd_spans_tpot_us(&r->spans);
-    l->n[r->spans.end]++;
-    l->tokens += pd_spans_tokens(&r->spans);
+    double tpot = pd_stages_tpot_us(&r->stages);
+    l->n[r->stages.end]++;
+    l->tokens += pd_stages_tokens(&r->stages);
     if (!l->tally)
         return put_run(l, r, e);
     if (tpot >= 0)
@@ -199,7 +200,7 @@ static int take(struct list *l, const struct pd_log_rec *rec, struct pd_err *e)
             count_reason(l, rec->ev.cause);
     }
     struct { struct list *l; struct listed *r; } x = { l, r };
-    if ((rc = pd_spans_event(&r->spans, rec, on_span, &x, e)) || !r->spans.end)
+    if ((rc = pd_stages_event(&r->stages, rec, on_stage, &x, e)) || !r->stages.end)
         return rc;
     if ((rc = finish(l, r, e)))
         return rc;
@@ -223,7 +224,8 @@ static void put_row(const struct list *l, const char *name, const struct tally *
 {
     double p50 = tally_quantile(t, 0.5), p90 = tally_quantile(t, 0.9), p99 = tally_quantile(t, 0.99);
     if (l->o->json)
-        fprintf(l->o->out, "{\"name\":\"%s\",\"unit\":\"ms\",\"n\":%" PRIu64 ",\"min\":%.3f,\"p50\":%.3f,\"p90\":%.3f,\"p99\":%.3f,\"max\":%.3f}\n", name, t->n, (double)t->min / 1e3,
+        fprintf(l->o->out, "{\"name\":\"%s\",\"unit\":\"ms\",\"n\":%" PRIu64 ",\"min\":%.3f,\"p50\":%.3f,\"p90\":%.3f,\"p99\":%.3f,\"max\":%.3f}\n", name,
+            t->n, (double)t->min / 1e3,
                 p50 / 1e3, p90 / 1e3, p99 / 1e3, (double)t->max / 1e3);
     else
         fprintf(l->o->out, "%-9s %9" PRIu64 " %11.3f %11.3f %11.3f %11.3f  %s\n", name, t->n, p50 / 1e3, p90 / 1e3, p99 / 1e3, (double)t->max / 1e3, what);
@@ -254,9 +256,9 @@ static void put_stats(struct list *l)
             fprintf(l->o->out, "  fallback: %-30s %" PRIu64 "\n", l->reason[i].name, l->reason[i].n);
     if (!l->o->json)
         fprintf(l->o->out, "\n%-9s %9s %11s %11s %11s %11s\n", "ms", "n", "P50", "P90", "P99", "max");
-    for (int i = 0; i < PD_N_SPANS; i++)
+    for (int i = 0; i < PD_N_TIMES; i++)
         if (l->tally[i].n)
-            put_row(l, pd_span[i].name, &l->tally[i], pd_span[i].what);
+            put_row(l, pd_stage[i].name, &l->tally[i], pd_stage[i].what);
     if (l->tally[T_TPOT].n)
         put_row(l, "tpot", &l->tally[T_TPOT], "a token after the first");
 }
@@ -275,7 +277,7 @@ static int walk(const struct pd_report_opts *o, bool stats, int *status, struct 
     for (struct pd_node *p = l.live.first; p && !rc; p = p->next) {
         struct listed *r = (struct listed *)p;
         l.open++;
-        l.tokens += pd_spans_tokens(&r->spans);
+        l.tokens += pd_stages_tokens(&r->stages);
         if (!stats)
             rc = put_run(&l, r, e);
     }

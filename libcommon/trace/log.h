@@ -1,11 +1,11 @@
 /* The log reader: trace files, read as one.
  *
- * Each file is read as a stream, in memory bounded by its largest record. A killed writer can tear a record anywhere: the reader goes on at the next map that
- * begins with `pd`, and counts what was lost. A torn record that swallowed the beginning of the next is told from a whole one, since no string of a record (UTF-8)
- * can hold the bytes that a record begins with. JSON Lines (pd-trace cat) are read too; a bad line is lost alone.
+ * Each file is read as a stream, in memory bounded by its largest record. A killed writer can tear a record anywhere: the reader goes on at the next map
+ * that begins with `pd`, and counts what was lost. A torn record that swallowed the beginning of the next is told from a whole one, since no string of a
+ * record (UTF-8) can hold the bytes that a record begins with. JSON Lines (pd-trace cat) are read too; a bad line is lost alone.
  *
- * Order: within a file as it stands, since a writer appends as things happen; between files by time, that of a process being its monotonic clock set against its
- * wall clock once, so that a step of the wall clock moves nothing. Processes whose clocks agree (one boot of one host) are set against it together.
+ * Order: within a file as it stands, since a writer appends as things happen; between files by time, that of a process being its monotonic clock set
+ * against its wall clock once, so that a step of the wall clock moves nothing. Processes whose clocks agree (one boot of one host) are set together.
  *
  * A file that was rotated (FILE.1) is read with it. A file named twice is read once.
  */

@@ -37,7 +37,8 @@ int pd_report_end(const struct pd_report_opts *o, const struct pd_log *l, int *s
 {
     struct pd_log_stats st = pd_log_stats(l);
     if (st.torn) {
-        pd_warn("%llu place%s where a record was torn: %llu bytes are lost", (unsigned long long)st.torn, st.torn == 1 ? "" : "s", (unsigned long long)st.torn_bytes);
+        pd_warn("%llu place%s where a record was torn: %llu bytes are lost", (unsigned long long)st.torn, st.torn == 1 ? "" : "s",
+            (unsigned long long)st.torn_bytes);
         if (o->strict && !*status)
             *status = 9;
     }
@@ -89,9 +90,11 @@ static int found(void *ctx, const struct pd_finding *f, struct pd_err *e)
 static void put_sum(const struct pd_report_opts *o, const struct pd_check_sum *s, const struct pd_log_stats *st)
 {
     const struct { const char *name; uint64_t n; } part[] = {
-        { "events", s->events }, { "runs", s->runs }, { "completed", s->completed }, { "failed", s->failed }, { "cancelled", s->cancelled }, { "blocked", s->blocked },
-        { "lost", s->lost }, { "handed_over", s->handed_over }, { "begun_elsewhere", s->elsewhere }, { "leases", s->leases }, { "leases_ended", s->leases_ended },
-        { "processes", s->processes }, { "processes_lost", s->processes_lost }, { "torn", st->torn }, { "unknown", s->unknown }, { "violations", s->violations } };
+        { "events", s->events }, { "runs", s->runs },
+        { "completed", s->completed }, { "failed", s->failed }, { "cancelled", s->cancelled }, { "blocked", s->blocked }, { "lost", s->lost },
+        { "handed_over", s->handed_over }, { "begun_elsewhere", s->elsewhere }, { "leases", s->leases }, { "leases_ended", s->leases_ended },
+        { "processes", s->processes }, { "processes_lost", s->processes_lost }, { "torn", st->torn }, { "unknown", s->unknown },
+        { "violations", s->violations } };
     if (o->json)
         fputs("{\"summary\":{", o->out);
     for (size_t i = 0; i < sizeof part / sizeof *part; i++)

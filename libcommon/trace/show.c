@@ -41,7 +41,8 @@ int pd_trace_merge(const char *const *paths, const struct pd_log_opts *o, struct
         rc = pd_wstream_put(w, rec.p, rec.n, e);
     if (l && pd_log_stats(l).torn) {
         struct pd_log_stats st = pd_log_stats(l);
-        pd_warn("%llu place%s where a record was torn: %llu bytes are lost", (unsigned long long)st.torn, st.torn == 1 ? "" : "s", (unsigned long long)st.torn_bytes);
+        pd_warn("%llu place%s where a record was torn: %llu bytes are lost", (unsigned long long)st.torn, st.torn == 1 ? "" : "s",
+            (unsigned long long)st.torn_bytes);
         *torn += st.torn;
     }
     pd_log_free(l);

@@ -1,7 +1,7 @@
 /* pd-trace show: one run over all processes, a stage a line, with a bar on the run's time axis. */
 #include "../base/log.h"
 #include "report.h"
-#include "span.h"
+#include "stage.h"
 
 enum { WIDTH = 48, MAX_ROWS = 4096 };
 
@@ -9,8 +9,8 @@ struct row {
     const char *name;
     char worker[64];
     int64_t from, to;
-    bool open, cut, mark;       /* mark: a moment, not a span */
-    int span;
+    bool open, cut, mark;       /* mark: a moment, not a stretch */
+    int stage;              /* pd_stage_id, or -1 */
     char *note;
 };
 
@@ -19,7 +19,7 @@ struct fall {
     char run[PD_RUN_LEN + 1];
     struct row *row;
     uint32_t n, cap, dropped;
-    struct pd_spans spans;
+    struct pd_stages stages;
     int64_t begin, end, ttft, e2e;
     bool any;
     char revision[64];
@@ -36,43 +36,43 @@ static struct row *add_row(struct fall *f, const struct pd_log_rec *r, struct pd
         f->cap = cap;
     }
     struct row *w = &f->row[f->n++];
-    *w = (struct row){ .from = r->at_us, .to = r->at_us, .span = -1 };
+    *w = (struct row){ .from = r->at_us, .to = r->at_us, .stage = -1 };
     snprintf(w->worker, sizeof w->worker, "%.*s", (int)(r->ev.worker.n < 63 ? r->ev.worker.n : 63), r->ev.worker.p ? r->ev.worker.p : "");
     return w;
 }
 
-static int on_span(void *ctx, enum pd_span_id id, enum pd_span_what what, int64_t from, int64_t to, const struct pd_log_rec *r, struct pd_err *e)
+static int on_stage(void *ctx, enum pd_stage_id id, enum pd_stage_what what, int64_t from, int64_t to, const struct pd_log_rec *r, struct pd_err *e)
 {
     struct fall *f = ctx;
     if (id >= PD_N_STAGES) {
-        if (what == PD_SPAN_CLOSE)
-            *(id == PD_SP_TTFT ? &f->ttft : &f->e2e) = to - from;
+        if (what == PD_STAGE_CLOSE)
+            *(id == PD_SG_TTFT ? &f->ttft : &f->e2e) = to - from;
         return 0;
     }
     struct row *w = NULL;
     for (uint32_t i = f->n; i-- && !w;)
-        if (f->row[i].open && f->row[i].span == (int)id)
+        if (f->row[i].open && f->row[i].stage == (int)id)
             w = &f->row[i];
-    if (id == PD_SP_ROUTE && what == PD_SPAN_OPEN)
+    if (id == PD_SG_ROUTE && what == PD_STAGE_OPEN)
         return 0;               /* a row once there was a router */
-    if ((what == PD_SPAN_OPEN || (id == PD_SP_ROUTE && what == PD_SPAN_CLOSE)) && f->n == MAX_ROWS) {
+    if ((what == PD_STAGE_OPEN || (id == PD_SG_ROUTE && what == PD_STAGE_CLOSE)) && f->n == MAX_ROWS) {
         f->dropped++;
         return 0;
     }
-    if ((what == PD_SPAN_OPEN || (id == PD_SP_ROUTE && what == PD_SPAN_CLOSE)) && !w) {
+    if ((what == PD_STAGE_OPEN || (id == PD_SG_ROUTE && what == PD_STAGE_CLOSE)) && !w) {
         if (!(w = add_row(f, r, e)))
             return PD_ENOMEM;
-        w->name = pd_span[id].name;
-        w->span = (int)id;
+        w->name = pd_stage[id].name;
+        w->stage = (int)id;
         w->open = true;
     }
     if (!w)
         return 0;
     w->from = from;
     w->to = to;
-    if (what != PD_SPAN_OPEN)
+    if (what != PD_STAGE_OPEN)
         w->open = false;
-    w->cut = what == PD_SPAN_CUT;
+    w->cut = what == PD_STAGE_CUT;
     if (r->ev.worker.n)         /* who did it, rather than who asked */
         snprintf(w->worker, sizeof w->worker, "%.*s", (int)(r->ev.worker.n < 63 ? r->ev.worker.n : 63), r->ev.worker.p);
     return 0;
@@ -110,7 +110,7 @@ static int take(struct fall *f, const struct pd_log_rec *r, struct pd_err *e)
                 *p = (unsigned char)*p < 0x20 || *p == 0x7f ? ' ' : *p;
         }
     }
-    return pd_spans_event(&f->spans, r, on_span, f, e);
+    return pd_stages_event(&f->stages, r, on_stage, f, e);
 }
 
 static void put_bar(const struct fall *f, const struct row *w)
@@ -135,9 +135,10 @@ static void put_text(struct fall *f)
 {
     FILE *out = f->o->out;
     char at[32];
-    double tpot = pd_spans_tpot_us(&f->spans);
-    fprintf(out, "run %s  %s  %s  %s  %u tokens", f->run, pd_state[f->spans.end ? f->spans.end : f->spans.last].name, pd_spans_mode(&f->spans), pd_report_time(f->begin, at),
-            pd_spans_tokens(&f->spans));
+    double tpot = pd_stages_tpot_us(&f->stages);
+    fprintf(out, "run %s  %s  %s  %s  %u tokens", f->run, pd_state[f->stages.end ? f->stages.end : f->stages.last].name, pd_stages_mode(&f->stages),
+        pd_report_time(f->begin, at),
+            pd_stages_tokens(&f->stages));
     if (f->ttft >= 0)
         fprintf(out, "  ttft %.3f ms", (double)f->ttft / 1e3);
     if (tpot >= 0)
@@ -157,9 +158,10 @@ static void put_text(struct fall *f)
 static void put_json(struct fall *f)
 {
     FILE *out = f->o->out;
-    double tpot = pd_spans_tpot_us(&f->spans);
-    fprintf(out, "{\"run\":\"%s\",\"state\":\"%s\",\"mode\":\"%s\",\"t_us\":%lld,\"tokens\":%u", f->run, pd_state[f->spans.end ? f->spans.end : f->spans.last].name,
-            pd_spans_mode(&f->spans), (long long)f->begin, pd_spans_tokens(&f->spans));
+    double tpot = pd_stages_tpot_us(&f->stages);
+    fprintf(out, "{\"run\":\"%s\",\"state\":\"%s\",\"mode\":\"%s\",\"t_us\":%lld,\"tokens\":%u", f->run, pd_state[f->stages.end
+        ? f->stages.end : f->stages.last].name,
+            pd_stages_mode(&f->stages), (long long)f->begin, pd_stages_tokens(&f->stages));
     if (f->ttft >= 0)
         fprintf(out, ",\"ttft_ms\":%.3f", (double)f->ttft / 1e3);
     if (tpot >= 0)

@@ -34,7 +34,8 @@ static void put(const char *path, const void *p, size_t n)
 
 /* ---- a log from text ----
  * Events parted by ';': "WORKER STATE [key=value]...", a millisecond apart. The worker's name gives its role: p0 prefill, d0 decode, r route, f front.
- * Keys: run (a letter, default A; "-" none), pos, n (tokens), choice, lease, gen, parent (any value), t (so many ms later), mono (ms of skew of the wall clock). */
+ * Keys: run (a letter, default A; "-" none), pos, n (tokens), choice, lease, gen, parent (any value), t (so many ms later), mono (ms of skew of the wall
+ * clock). */
 struct maker { int64_t us, skew; };
 
 static void run_id(char out[PD_RUN_LEN + 1], int i) { snprintf(out, PD_RUN_LEN + 1, "01ARZ3NDEKTSV4RRFFQ%07d", i); }
@@ -171,11 +172,14 @@ static const struct { const char *name, *log, *want; } cases[] = {
     { "decode alone", "d0 starting; d0 kv_transfer_started parent=1; d0 kv_transfer_completed parent=1; d0 decode_started;" TOKENS "d0 gone", "" },
     { "routed", ROUTED UP P_WORK("p0") D_WORK("d0") "d0 streaming n=3; r streaming n=3; d0 completed n=3; r completed n=3;" DOWN "r gone", "" },
     { "routed, the worker takes it in too", ROUTED UP "p0 accepted parent=1;" P_WORK("p0") D_WORK("d0") "d0 streaming n=1; r streaming n=1; r completed n=1; d0 completed n=1;" DOWN "r gone", "" },
-    { "retry on another, the first comes in late", ROUTED UP "p1 starting; p0 prefill_started parent=1; r retry; r route_selected; p1 prefill_started parent=1; p0 prefill_completed;"
+    { "retry on another, the first comes in late",
+        ROUTED UP "p1 starting; p0 prefill_started parent=1; r retry; r route_selected; p1 prefill_started parent=1; p0 prefill_completed;"
       "p1 prefill_completed; p1 kv_published; p0 kv_published;" D_WORK("d0") "d0 streaming n=1; r streaming n=1; r completed n=1;" DOWN "p1 gone; r gone", "" },
-    { "a worker fails and the router falls back", ROUTED UP "p0 prefill_started parent=1; p0 failed; r fallback; d0 prefill_started; d0 prefill_completed; d0 decode_started; d0 streaming n=2;"
+    { "a worker fails and the router falls back",
+        ROUTED UP "p0 prefill_started parent=1; p0 failed; r fallback; d0 prefill_started; d0 prefill_completed; d0 decode_started; d0 streaming n=2;"
       "r streaming n=2; r completed n=2;" DOWN "r gone", "" },
-    { "retry while a worker's token was on its way", ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; p0 kv_published;" D_WORK("d0") "d0 streaming n=1; r retry; r route_selected;"
+    { "retry while a worker's token was on its way",
+        ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; p0 kv_published;" D_WORK("d0") "d0 streaming n=1; r retry; r route_selected;"
       P_WORK("p0") D_WORK("d1") "d1 streaming n=2; r streaming n=2; r completed n=2; d1 gone;" DOWN "r gone", "" },
     { "migrated", ROUTED UP "d1 starting;" P_WORK("p0") D_WORK("d0") "d0 streaming n=6; r streaming n=4; r migrated; d1 prefill_started; d1 prefill_completed; d1 decode_started;"
       "d1 streaming pos=4 n=3; r streaming pos=4 n=3; r completed n=7; d1 gone;" DOWN "r gone", "" },
@@ -202,13 +206,16 @@ static const struct { const char *name, *log, *want; } cases[] = {
     { "fallback after an early first token", ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; r first_token_early; r streaming n=1; r fallback; r failed;" DOWN "r gone", "boundary" },
     { "goes on after its end", UP REMOTE TOKENS "d0 streaming pos=5 n=1;" DOWN, "after_end" },
     { "ends twice", UP REMOTE TOKENS "d0 failed;" DOWN, "after_end" },
-    { "another goes on long after the end", UP PRE "p0 kv_published; d0 kv_transfer_started parent=1; p0 failed; d0 kv_transfer_completed t=2000;" DOWN, "after_end" },
+    { "another goes on long after the end", UP PRE "p0 kv_published; d0 kv_transfer_started parent=1; p0 failed; d0 kv_transfer_completed t=2000;" DOWN,
+        "after_end" },
     { "the first token twice", UP REMOTE "d0 streaming n=1; d0 streaming n=1; d0 streaming pos=1 n=4; d0 completed n=5;" DOWN, "first_token" },
     { "the first token twice, untold", UP REMOTE "d0 streaming; d0 streaming; d0 completed;" DOWN, "first_token" },
     { "a gap", UP REMOTE "d0 streaming n=1; d0 streaming pos=2 n=3; d0 completed n=5;" DOWN, "position" },
     { "a repeat", UP REMOTE "d0 streaming n=2; d0 streaming pos=1 n=4; d0 completed n=5;" DOWN, "position" },
-    { "a gap where it counts: at the router", ROUTED UP P_WORK("p0") D_WORK("d0") "d0 streaming n=3; r streaming n=1; r streaming pos=2 n=1; r completed n=3;" DOWN "r gone", "position" },
-    { "a repeat at the router after migrated", ROUTED UP P_WORK("p0") D_WORK("d0") "r streaming n=3; r migrated; d1 prefill_started; d1 prefill_completed; d1 decode_started;"
+    { "a gap where it counts: at the router",
+        ROUTED UP P_WORK("p0") D_WORK("d0") "d0 streaming n=3; r streaming n=1; r streaming pos=2 n=1; r completed n=3;" DOWN "r gone", "position" },
+    { "a repeat at the router after migrated",
+        ROUTED UP P_WORK("p0") D_WORK("d0") "r streaming n=3; r migrated; d1 prefill_started; d1 prefill_completed; d1 decode_started;"
       "r streaming pos=2 n=1; r completed n=3; d1 gone;" DOWN "r gone", "position" },
     { "a wrong count", UP REMOTE "d0 streaming n=1; d0 streaming pos=1 n=4; d0 completed n=6;" DOWN, "token_count" },
     { "no end", UP REMOTE "d0 streaming n=1;" DOWN, "run_open" },
@@ -261,7 +268,8 @@ static void a_clash_is_shown(void **state)
     assert_int_equal(s.failed, 1);
 }
 
-/* Each record of a good log cut at each of its bytes, with the others behind it: that one is lost and counted, every other is read, and the check blames nobody. */
+/* Each record of a good log cut at each of its bytes, with the others behind it: that one is lost and counted, every other is read, and the check blames
+ * nobody. */
 static void what_is_torn_is_not_held_against_it(void **state)
 {
     struct maker m = { 0 };
@@ -295,7 +303,8 @@ static void what_is_torn_is_not_held_against_it(void **state)
             struct pd_log_stats st = pd_log_stats(l);
             pd_log_free(l);
             if (got != n - 1 || st.torn != (cut > begin[i]) || st.torn_bytes != cut - begin[i])
-                fail_msg("record %zu cut to %zu bytes: %llu records, torn %llu, bytes %llu", i, cut - begin[i], (unsigned long long)got, (unsigned long long)st.torn,
+                fail_msg("record %zu cut to %zu bytes: %llu records, torn %llu, bytes %llu", i, cut - begin[i], (unsigned long long)got,
+                    (unsigned long long)st.torn,
                          (unsigned long long)st.torn_bytes);
             if (cut > begin[i] && cut % 8 == 0) {
                 violations += check_files(paths, &x).violations;        /* nothing is wrong with what is there */
@@ -434,12 +443,14 @@ static void large_logs_are_streamed(void **state)
     b.n = 0;
     make(&m, REMOTE TOKENS "p0 lease_released gen=1;", &b);
     b.n = 0;
-    static const char *const step[] = { "accepted", "prefill_started", "kv_transfer_started", "prefill_completed", "kv_published", "kv_transfer_completed", "decode_started", "streaming",
+    static const char *const step[] = { "accepted", "prefill_started", "kv_transfer_started", "prefill_completed", "kv_published", "kv_transfer_completed",
+        "decode_started", "streaming",
                                         "completed", "lease_granted", "lease_released", "cancel_acked" };
     for (int i = 0; i < runs; i++) {
         b.n = 0;
         for (size_t k = 0; k < sizeof step / sizeof *step; k++) {
-            struct pd_event v = { .has_lease = k == 9 || k == 10, .t_us = 1700000000000000 + i * 100 + (int64_t)k, .mono_us = i * 100 + (int64_t)k, .worker = { k < 5 ? "p0" : "d0", 2 } };
+            struct pd_event v = { .has_lease = k == 9 || k == 10, .t_us = 1700000000000000 + i * 100 + (int64_t)k, .mono_us = i * 100 + (int64_t)k,
+                .worker = { k < 5 ? "p0" : "d0", 2 } };
             run_id(v.run, i);
             memcpy(v.lease, &i, sizeof i);
             strcpy(v.state, step[k]);
@@ -475,7 +486,8 @@ int main(void)
     if (!mkdtemp(dir))
         return 1;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_rule_by_itself), cmocka_unit_test(a_clash_is_shown), cmocka_unit_test(what_is_torn_is_not_held_against_it), cmocka_unit_test(files_merge_by_time),
+        cmocka_unit_test(every_rule_by_itself), cmocka_unit_test(a_clash_is_shown), cmocka_unit_test(what_is_torn_is_not_held_against_it),
+            cmocka_unit_test(files_merge_by_time),
         cmocka_unit_test(a_log_is_followed), cmocka_unit_test(large_logs_are_streamed) };
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
     rmdir(dir);
