@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Time llama.cpp as pd-bench engine times pd: with the Python that scripts/bench/build-peer prints,
-    echo 'pp512 2 on 3' | peer-engine.py MODEL
+    echo 'pp512 2 on 3' | peer-engine.py MODEL [FOLDER]
 Reads lines `TEST THREADS FLASH REPS`, and answers each with a line of JSON; the first line of all tells the build and where the weights lie.
-TEST is ppN (a prompt of N random tokens, in micro-batches of 512, logits of the last token alone) or tgN (N tokens one after another), from an empty
-context or, with @dD, after D tokens, which are computed once; FLASH, attention, on or off; f16 KV. The value is the median of REPS, in tokens a second.
-Before these an untimed one, short when the same has been asked before. On a machine that others use a run can take minutes: decoding stops after ENOUGH
-seconds, the rate is of the tokens there are, and no further repetition is begun after as many. The model and the contexts stay, so an answer costs no more than its runs."""
+TEST is ppN (a prompt of N random tokens, in micro-batches of 512, logits of the last token alone) or tgN (N tokens one after another), from
+an empty context or, with @dD, after D tokens, which are computed once, on half of the cores (with all of them a busy machine makes it take
+minutes), or taken from the state that another peer-engine with the same MODEL has left in FOLDER; FLASH, attention, on or off; f16 KV. The
+value is the median of REPS, in tokens a second. Before these an untimed one, short when the same has been asked before. On a machine that
+others use a run can take minutes: decoding stops after ENOUGH seconds, the rate is of the tokens there are, and no further repetition is
+begun after as many. The model and the contexts stay, so an answer costs no more than its runs."""
 import json
 import os
 import random
@@ -22,8 +24,8 @@ ENOUGH = 10
 
 
 class Bench:
-    def __init__(self, path):
-        self.model = peer.Model(path)
+    def __init__(self, path, folder=None):
+        self.model, self.folder = peer.Model(path), folder
         self.engines = {}       # (flash, depth): a context that holds depth tokens
         self.warm = set()
         self.rng = random.Random(1)
@@ -35,11 +37,16 @@ class Bench:
         if have:
             have.free()
         room = (max(n, 512) + depth + 255) // 256 * 256
-        e = self.engines[flash, depth] = peer.Engine(self.model, len(os.sched_getaffinity(0)), room, flash=flash, outputs=1)
+        e = self.engines[flash, depth] = peer.Engine(self.model, (len(os.sched_getaffinity(0)) + 1) // 2, room, flash=flash, outputs=1)
         e.room = room
-        for at in range(0, depth, 512):
-            e.fill(self.ids(e, min(512, depth - at)), last=False)
-            e.run()
+        state = self.folder and os.path.join(self.folder, f"{depth}-flash-{'on' if flash else 'off'}")
+        if not (state and os.path.exists(state) and e.load(state)):
+            for at in range(0, depth, 512):
+                e.fill(self.ids(e, min(512, depth - at)), last=False)
+                e.run()
+            if state and depth:
+                e.save(state + ".new")
+                os.rename(state + ".new", state)
         e.pool.pause()
         return e
 
@@ -79,9 +86,8 @@ class Bench:
 
 
 def main():
-    path, = sys.argv[1:]
     peer.require_best()
-    bench = Bench(path)
+    bench = Bench(*sys.argv[1:])
     print(json.dumps({"build": peer.build_id(), "buffers": bench.model.buffers}), flush=True)
     for line in sys.stdin:
         test, threads, flash, reps = line.split()

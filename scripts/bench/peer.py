@@ -131,6 +131,18 @@ class Engine:
         L.llama_batch_free(self.batch)
         L.llama_free(self.ctx)
 
+    def save(self, path):
+        if not L.llama_state_seq_save_file(self.ctx, path.encode(), 0, (L.llama_token * 1)(), 0):
+            sys.exit(f"peer: llama.cpp cannot save {path}")
+
+    def load(self, path):
+        """Takes the sequence that save() wrote, of the same model and with flash attention alike; False if it cannot."""
+        n = ctypes.c_size_t(0)
+        if not L.llama_state_seq_load_file(self.ctx, path.encode(), 0, (L.llama_token * 1)(), 1, ctypes.byref(n)):
+            return False
+        self.n_past = L.llama_memory_seq_pos_max(L.llama_get_memory(self.ctx), 0) + 1
+        return True
+
     def clear(self):
         L.llama_memory_clear(L.llama_get_memory(self.ctx), True)
         self.n_past = 0
