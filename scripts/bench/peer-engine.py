@@ -6,8 +6,8 @@ TEST is ppN (a prompt of N random tokens, in micro-batches of 512, logits of the
 an empty context or, with @dD, after D tokens, which are computed once, on half of the cores (with all of them a busy machine makes it take
 minutes), or taken from the state that another peer-engine with the same MODEL has left in FOLDER; FLASH, attention, on or off; f16 KV. The
 value is the median of REPS, in tokens a second. Before these an untimed one, short when the same has been asked before. On a machine that
-others use a run can take minutes: decoding stops after ENOUGH seconds, the rate is of the tokens there are, and no further repetition is
-begun after as many. The model and the contexts stay, so an answer costs no more than its runs."""
+others use a run can take minutes: decoding stops after ENOUGH seconds, and the rate is of the tokens there are; no further repetition is begun
+after as many; an untimed one that took so long counts, and stands alone. The model and the contexts stay, so an answer costs no more than its runs."""
 import json
 import os
 import random
@@ -75,9 +75,13 @@ class Bench:
         e = self.engine(flash == "on", n, depth)
         e.use_threads(threads)
         key = kind, n, depth, flash, threads
-        self.once(e, kind, min(n, SHORT[kind]) if key in self.warm else n, depth)
+        begun = time.monotonic()
+        first = self.once(e, kind, min(n, SHORT[kind]) if key in self.warm else n, depth)
+        rates = [first] if key not in self.warm and time.monotonic() > begun + ENOUGH else []
         self.warm.add(key)
-        rates, begun = [], time.monotonic()
+        begun = time.monotonic()
+        if rates:
+            reps = 1
         while len(rates) < reps and (not rates or time.monotonic() < begun + ENOUGH):
             rates.append(self.once(e, kind, n, depth))
         e.pool.pause()
