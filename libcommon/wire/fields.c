@@ -453,3 +453,19 @@ int pd_record_open(const char *kind, const void *rec, size_t n, bool kind_option
     }
     return 0;
 }
+
+int pd_table_encode(const struct pd_table *t, const void *rec, struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_packer k;
+    size_t from = b->n;
+    pd_pack_init(&k, b, e);
+    pd_fields_encode(t, rec, true, 0, 0, &k);
+    return pd_record_close(&k, from);
+}
+
+int pd_table_decode(const struct pd_table *t, const void *rec, size_t n, struct pd_arena *a, void *out, struct pd_err *e)
+{
+    struct pd_unpack u = { a, e, PD_ECORRUPT };
+    int rc = pd_record_open(t->kind, rec, n, false, &u);
+    return rc ? rc : pd_fields_decode(t, (struct pd_bin){ rec, n }, out, &u);
+}

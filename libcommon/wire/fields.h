@@ -58,6 +58,10 @@ int pd_record_open(const char *kind, const void *rec, size_t n, bool kind_option
 /* After packing: the record obeys the frame's rules, else the buffer is cut back to `from`. Returns k->rc. */
 int pd_record_close(struct pd_packer *k, size_t from);
 
+/* A whole top-level record of a table, both ways. a may be NULL where a kind has nothing to keep (its bin then points into rec). */
+int pd_table_encode(const struct pd_table *t, const void *rec, struct pd_buf *b, struct pd_err *e);
+int pd_table_decode(const struct pd_table *t, const void *rec, size_t n, struct pd_arena *a, void *out, struct pd_err *e);
+
 /* Shared by several kinds. */
 int pd_unpack_str(const char *name, struct pd_bin v, struct pd_str *out, struct pd_unpack *u);
 int pd_unpack_int(const char *name, struct pd_bin v, int64_t lo, int64_t hi, int64_t *out, struct pd_unpack *u);
@@ -65,6 +69,9 @@ int pd_unpack_float(const char *name, struct pd_bin v, float *out, struct pd_unp
 int pd_unpack_ids(const char *name, struct pd_bin v, int32_t **out, uint32_t *n, struct pd_unpack *u);   /* a list of whole numbers >= 0, or bin of int32 LE */
 int pd_unpack_raw(const char *name, struct pd_bin v, struct pd_bin *out, struct pd_unpack *u);           /* canonical copy */
 void pd_pack_top(struct pd_packer *k, const struct pd_top *top, uint32_t n);
+extern const struct pd_table pd_layout_table, pd_fp_table;  /* of struct pd_kv_layout; of {sha, fields} in struct pd_fp_rec */
+struct pd_fp_rec { uint8_t sha[PD_SHA_LEN]; struct pd_bin fields; };
+int pd_unpack_fp(struct pd_bin v, struct pd_fp_rec *fp, struct pd_unpack *u);    /* canonical, and its SHA right */
 int pd_unpack_top(struct pd_bin v, struct pd_top **top, uint32_t *n, struct pd_unpack *u);
 
 /* A request inside another record has no pd, v and run, and may lack its prompt (its tokens are the record's own). */

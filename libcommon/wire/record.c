@@ -2,7 +2,8 @@
 #include <stdio.h>
 #include "fields.h"
 
-static const char *const kind_name[] = { "unknown", "request", "offer", "kv", "chunk", "token", "result", "error", "event", "worker", "route" };
+static const char *const kind_name[] = { "unknown", "request", "offer", "kv", "chunk", "token", "result", "error", "event", "worker", "route",
+    "hello", "accept", "done", "verified", "release", "status", "cancel", "slab" };
 
 const char *pd_kind_name(enum pd_kind k)
 {
@@ -47,22 +48,6 @@ const char *pd_id_text(struct pd_bin id, char *out, size_t cap)
     return out;
 }
 
-static int encode(const struct pd_table *t, const void *rec, struct pd_buf *b, struct pd_err *e)
-{
-    struct pd_packer k;
-    size_t from = b->n;
-    pd_pack_init(&k, b, e);
-    pd_fields_encode(t, rec, true, 0, 0, &k);
-    return pd_record_close(&k, from);
-}
-
-static int decode(const struct pd_table *t, const void *rec, size_t n, struct pd_arena *a, void *out, struct pd_err *e)
-{
-    struct pd_unpack u = { a, e, PD_ECORRUPT };
-    int rc = pd_record_open(t->kind, rec, n, false, &u);
-    return rc ? rc : pd_fields_decode(t, (struct pd_bin){ rec, n }, out, &u);
-}
-
 /* ---- chunk ---- */
 
 #define C(m) PD_FIELD(struct pd_chunk, m)
@@ -92,7 +77,7 @@ int pd_chunk_encode_head(const struct pd_chunk *c, struct pd_buf *b, struct pd_e
 int pd_chunk_decode(const void *rec, size_t n, struct pd_chunk *c, struct pd_err *e)
 {
     *c = (struct pd_chunk){ 0 };
-    return decode(&chunk_table, rec, n, NULL, c, e);
+    return pd_table_decode(&chunk_table, rec, n, NULL, c, e);
 }
 
 /* ---- token ---- */
@@ -116,12 +101,12 @@ static const struct pd_field token_field[] = {
     { "top", PD_F_CUSTOM, PD_FF_COUNT, T(top), .aux = offsetof(struct pd_token, n_top), .enc = token_enc_top, .dec = token_dec_top }, { "t_us", PD_F_I64, PD_FF_REQ, T(t_us) } };
 static const struct pd_table token_table = { "token", token_field, sizeof token_field / sizeof *token_field, -1 };
 
-int pd_token_encode(const struct pd_token *t, struct pd_buf *b, struct pd_err *e) { return encode(&token_table, t, b, e); }
+int pd_token_encode(const struct pd_token *t, struct pd_buf *b, struct pd_err *e) { return pd_table_encode(&token_table, t, b, e); }
 
 int pd_token_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_token *t, struct pd_err *e)
 {
     *t = (struct pd_token){ 0 };
-    return decode(&token_table, rec, n, a, t, e);
+    return pd_table_decode(&token_table, rec, n, a, t, e);
 }
 
 /* ---- result ---- */
@@ -168,12 +153,12 @@ static const struct pd_field result_field[] = {
     { "prefill_worker", PD_F_STR, 0, R(prefill_worker) }, { "decode_worker", PD_F_STR, 0, R(decode_worker) } };
 static const struct pd_table result_table = { "result", result_field, sizeof result_field / sizeof *result_field, offsetof(struct pd_result, extra) };
 
-int pd_result_encode(const struct pd_result *r, struct pd_buf *b, struct pd_err *e) { return encode(&result_table, r, b, e); }
+int pd_result_encode(const struct pd_result *r, struct pd_buf *b, struct pd_err *e) { return pd_table_encode(&result_table, r, b, e); }
 
 int pd_result_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_result *r, struct pd_err *e)
 {
     *r = (struct pd_result){ .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .kv_ms = -1 };
-    int rc = decode(&result_table, rec, n, a, r, e);
+    int rc = pd_table_decode(&result_table, rec, n, a, r, e);
     if (!rc && r->logprobs && r->n_logprobs != r->n_tokens)
         rc = pd_fail(e, PD_ECORRUPT, "result: %u logprobs for %u tokens", r->n_logprobs, r->n_tokens);
     return rc;
@@ -197,17 +182,17 @@ static int error_dec_code(void *rec, struct pd_bin v, struct pd_unpack *u)
 
 #define E(m) PD_FIELD(struct pd_error_rec, m)
 static const struct pd_field error_field[] = {
-    { "run", PD_F_RUN, 0, E(run) }, { "id", PD_F_ID, 0, E(id) }, { "class", PD_F_CHARS, PD_FF_REQ, E(class_) },
+    { "run", PD_F_RUN, 0, E(run) }, { "gen", PD_F_BYTES, PD_FF_HAS, E(gen), .aux = offsetof(struct pd_error_rec, has_gen) }, { "id", PD_F_ID, 0, E(id) }, { "class", PD_F_CHARS, PD_FF_REQ, E(class_) },
     { "code", PD_F_CUSTOM, PD_FF_REQ, E(code), .enc = error_enc_code, .dec = error_dec_code }, { "message", PD_F_STR, PD_FF_REQ | PD_FF_MEND, E(message) },
     { "action", PD_F_CHARS, 0, E(action) } };
 static const struct pd_table error_table = { "error", error_field, sizeof error_field / sizeof *error_field, -1 };
 
-int pd_error_encode(const struct pd_error_rec *r, struct pd_buf *b, struct pd_err *e) { return encode(&error_table, r, b, e); }
+int pd_error_encode(const struct pd_error_rec *r, struct pd_buf *b, struct pd_err *e) { return pd_table_encode(&error_table, r, b, e); }
 
 int pd_error_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_error_rec *r, struct pd_err *e)
 {
     *r = (struct pd_error_rec){ 0 };
-    return decode(&error_table, rec, n, a, r, e);
+    return pd_table_decode(&error_table, rec, n, a, r, e);
 }
 
 /* ---- event ---- */
@@ -223,10 +208,10 @@ static const struct pd_field event_field[] = {
     { "t_us", PD_F_I64, PD_FF_REQ, V(t_us) }, { "mono_us", PD_F_I64, PD_FF_REQ, V(mono_us) }, { "cause", PD_F_STR, PD_FF_MEND, V(cause) } };
 static const struct pd_table event_table = { "event", event_field, sizeof event_field / sizeof *event_field, -1 };
 
-int pd_event_encode(const struct pd_event *v, struct pd_buf *b, struct pd_err *e) { return encode(&event_table, v, b, e); }
+int pd_event_encode(const struct pd_event *v, struct pd_buf *b, struct pd_err *e) { return pd_table_encode(&event_table, v, b, e); }
 
 int pd_event_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_event *v, struct pd_err *e)
 {
     *v = (struct pd_event){ 0 };
-    return decode(&event_table, rec, n, a, v, e);
+    return pd_table_decode(&event_table, rec, n, a, v, e);
 }

@@ -12,7 +12,8 @@
 #include "../base/id.h"
 #include "../base/mem.h"
 
-enum pd_kind { PD_K_UNKNOWN, PD_K_REQUEST, PD_K_OFFER, PD_K_KV, PD_K_CHUNK, PD_K_TOKEN, PD_K_RESULT, PD_K_ERROR, PD_K_EVENT, PD_K_WORKER, PD_K_ROUTE };
+enum pd_kind { PD_K_UNKNOWN, PD_K_REQUEST, PD_K_OFFER, PD_K_KV, PD_K_CHUNK, PD_K_TOKEN, PD_K_RESULT, PD_K_ERROR, PD_K_EVENT, PD_K_WORKER, PD_K_ROUTE,
+               PD_K_HELLO, PD_K_ACCEPT, PD_K_DONE, PD_K_VERIFIED, PD_K_RELEASE, PD_K_STATUS, PD_K_CANCEL, PD_K_SLAB };   /* from PD_K_HELLO on: transfer.h */
 const char *pd_kind_name(enum pd_kind k);
 /* Of a framed map, by its key `pd`: PD_K_REQUEST without one, PD_K_UNKNOWN for a name that this build does not know (pass it through). */
 enum pd_kind pd_kind_of(const void *rec, size_t n);
@@ -59,12 +60,17 @@ struct pd_kv_layout {
     char dtype[8], order[8];            /* "f16" "f32" "bf16"; "HND" */
 };
 
+/* Where the parts of neighbouring blocks lie in memory that the peer has mapped: `count` parts (layer 0's K, its V, layer 1's K, ...) of `len` bytes each,
+ * the first at `base`, each `stride` bytes after the one before. */
+struct pd_payload_run { uint64_t base, stride; uint32_t count; uint64_t len; };
+
 struct pd_payload {                     /* scheme "" : no payload (null) */
-    char scheme[12];                    /* "inline", "h5" */
+    char scheme[12];                    /* "inline", "shm", "h5" */
     struct pd_str where;
     uint64_t bytes, chunk_bytes;        /* all payload bytes, decoded; the largest chunk */
     uint32_t n_chunks, chunk_blocks;    /* blocks a chunk (the last range may have fewer); one layer each */
     char codec[8];                      /* "none" */
+    struct pd_payload_run *runs; uint32_t n_runs;       /* shm only */
 };
 
 /* `offer` and `kv`: the KV descriptor (../kv). An offer is the same less first, totals and times.
@@ -122,7 +128,7 @@ struct pd_result {
     struct pd_extra extra;
 };
 
-struct pd_error_rec { char run[PD_RUN_LEN + 1]; struct pd_bin id; char class_[16]; int code; struct pd_str message; char action[16]; };
+struct pd_error_rec { char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; bool has_gen; struct pd_bin id; char class_[16]; int code; struct pd_str message; char action[16]; };
 
 /* `event`: one step of a run's or a lease's life, or of the process's that writes (../trace/state.h). Empty strings and zero ids are left out.
  * `streaming` carries which tokens went out: `tokens` of them from position `pos` on of one choice; `completed` carries the tokens of all choices. */

@@ -9,25 +9,39 @@ static const struct pd_kvdesc *desc(const void *rec) { return rec; }
 
 /* ---- fingerprint {sha, fields} ---- */
 
-#define D(m) PD_FIELD(struct pd_kvdesc, m)
-static const struct pd_field fp_field[] = { { "sha", PD_F_BYTES, PD_FF_REQ, D(fp_sha) }, { "fields", PD_F_MAP, PD_FF_REQ, D(fp_fields) } };
-static const struct pd_table fp_table = { "fingerprint", fp_field, 2, -1 };
+#define FP(m) PD_FIELD(struct pd_fp_rec, m)
+static const struct pd_field fp_field[] = { { "sha", PD_F_BYTES, PD_FF_REQ, FP(sha) }, { "fields", PD_F_MAP, PD_FF_REQ, FP(fields) } };
+const struct pd_table pd_fp_table = { "fingerprint", fp_field, 2, -1 };
 
-static void enc_fp(const void *rec, struct pd_packer *k) { pd_fields_encode(&fp_table, rec, false, 0, 0, k); }
+int pd_unpack_fp(struct pd_bin v, struct pd_fp_rec *fp, struct pd_unpack *u)
+{
+    struct pd_bin raw;
+    uint8_t sha[PD_SHA_LEN];
+    int rc = pd_fields_decode(&pd_fp_table, v, fp, u);
+    if (rc)
+        return rc;
+    if (pd_map_find(v.p, v.n, "fields", &raw) != 1 || raw.n != fp->fields.n || memcmp(raw.p, fp->fields.p, raw.n))
+        return pd_fail(u->e, u->code, "fingerprint.fields is not in canonical form");
+    if ((rc = pd_sha256(raw.p, raw.n, sha, u->e)))
+        return rc;
+    return memcmp(sha, fp->sha, sizeof sha) ? pd_fail(u->e, u->code, "fingerprint.sha is not the SHA-256 of fingerprint.fields") : 0;
+}
+
+static void enc_fp(const void *rec, struct pd_packer *k)
+{
+    struct pd_fp_rec fp = { .fields = desc(rec)->fp_fields };
+    memcpy(fp.sha, desc(rec)->fp_sha, sizeof fp.sha);
+    pd_fields_encode(&pd_fp_table, &fp, false, 0, 0, k);
+}
 
 static int dec_fp(void *rec, struct pd_bin v, struct pd_unpack *u)
 {
     struct pd_kvdesc *d = rec;
-    struct pd_bin raw;
-    uint8_t sha[PD_SHA_LEN];
-    int rc = pd_fields_decode(&fp_table, v, d, u);
-    if (rc)
-        return rc;
-    if (pd_map_find(v.p, v.n, "fields", &raw) != 1 || raw.n != d->fp_fields.n || memcmp(raw.p, d->fp_fields.p, raw.n))
-        return pd_fail(u->e, u->code, "fingerprint.fields is not in canonical form");
-    if ((rc = pd_sha256(raw.p, raw.n, sha, u->e)))
-        return rc;
-    return memcmp(sha, d->fp_sha, sizeof sha) ? pd_fail(u->e, u->code, "fingerprint.sha is not the SHA-256 of fingerprint.fields") : 0;
+    struct pd_fp_rec fp = { .fields = { NULL, 0 } };
+    int rc = pd_unpack_fp(v, &fp, u);
+    d->fp_fields = fp.fields;
+    memcpy(d->fp_sha, fp.sha, sizeof fp.sha);
+    return rc;
 }
 
 /* ---- token_ids: bin of int32, little-endian ---- */
@@ -56,16 +70,58 @@ static const struct pd_field layout_field[] = {
     { "layout_hash", PD_F_HASH, PD_FF_REQ, L(layout_hash) }, { "block_size", PD_F_U32, PD_FF_REQ, L(block_size) }, { "dtype", PD_F_CHARS, PD_FF_REQ, L(dtype) },
     { "order", PD_F_CHARS, PD_FF_REQ, L(order) }, { "layers", PD_F_U32, PD_FF_REQ, L(layers) }, { "kv_heads", PD_F_U32, PD_FF_REQ, L(kv_heads) },
     { "head_dim", PD_F_U32, PD_FF_REQ, L(head_dim) } };
-static const struct pd_table layout_table = { "layout", layout_field, sizeof layout_field / sizeof *layout_field, -1 };
+const struct pd_table pd_layout_table = { "layout", layout_field, sizeof layout_field / sizeof *layout_field, -1 };
 
-static void enc_layout(const void *rec, struct pd_packer *k) { pd_fields_encode(&layout_table, &desc(rec)->layout, false, 0, 0, k); }
-static int dec_layout(void *rec, struct pd_bin v, struct pd_unpack *u) { return pd_fields_decode(&layout_table, v, &((struct pd_kvdesc *)rec)->layout, u); }
+static void enc_layout(const void *rec, struct pd_packer *k) { pd_fields_encode(&pd_layout_table, &desc(rec)->layout, false, 0, 0, k); }
+static int dec_layout(void *rec, struct pd_bin v, struct pd_unpack *u) { return pd_fields_decode(&pd_layout_table, v, &((struct pd_kvdesc *)rec)->layout, u); }
+
+/* runs: a list of [base, stride, count, len] */
+enum { RUN_NUMBERS = 4 };
+
+static void enc_runs(const void *rec, struct pd_packer *k)
+{
+    const struct pd_payload *p = rec;
+    msgpack_pack_array(&k->pk, p->n_runs);
+    for (uint32_t i = 0; i < p->n_runs; i++) {
+        const struct pd_payload_run *r = &p->runs[i];
+        if ((r->base | r->stride | r->len) > INT64_MAX && !k->rc)
+            k->rc = pd_fail(k->e, PD_EFAIL, "payload.runs[%u] is past 2^63-1; a record cannot hold it", i);
+        msgpack_pack_array(&k->pk, RUN_NUMBERS);
+        msgpack_pack_uint64(&k->pk, r->base);
+        msgpack_pack_uint64(&k->pk, r->stride);
+        msgpack_pack_uint32(&k->pk, r->count);
+        msgpack_pack_uint64(&k->pk, r->len);
+    }
+}
+
+static int dec_runs(void *rec, struct pd_bin v, struct pd_unpack *u)
+{
+    struct pd_payload *p = rec;
+    struct pd_iter it, quad;
+    struct pd_bin x, y;
+    if (!pd_iter_open(&it, v, PD_T_ARRAY))
+        return pd_fail(u->e, u->code, "payload.runs must be a list");
+    if (!(p->runs = pd_arena_alloc(u->a, (size_t)it.left, sizeof *p->runs, u->e)))
+        return PD_ENOMEM;
+    for (; pd_iter_next(&it, &x); p->n_runs++) {
+        int64_t q[RUN_NUMBERS];
+        int n = 0;
+        if (pd_iter_open(&quad, x, PD_T_ARRAY))
+            while (n < RUN_NUMBERS && pd_iter_next(&quad, &y) && pd_get_int(y, &q[n]) && q[n] >= 0)
+                n++;
+        if (n < RUN_NUMBERS || quad.left || q[2] > UINT32_MAX)
+            return pd_fail(u->e, u->code, "payload.runs[%u] must be 4 whole numbers: base, stride, count, len", p->n_runs);
+        p->runs[p->n_runs] = (struct pd_payload_run){ (uint64_t)q[0], (uint64_t)q[1], (uint32_t)q[2], (uint64_t)q[3] };
+    }
+    return 0;
+}
 
 #define P(m) PD_FIELD(struct pd_payload, m)
 static const struct pd_field payload_field[] = {
     { "scheme", PD_F_CHARS, PD_FF_REQ, P(scheme) }, { "where", PD_F_STR, 0, P(where) }, { "bytes", PD_F_U64, PD_FF_REQ, P(bytes) },
     { "chunk_bytes", PD_F_U64, PD_FF_REQ, P(chunk_bytes) }, { "n_chunks", PD_F_U32, PD_FF_REQ, P(n_chunks) }, { "chunk_blocks", PD_F_U32, PD_FF_REQ, P(chunk_blocks) },
-    { "codec", PD_F_CHARS, PD_FF_REQ, P(codec) } };
+    { "codec", PD_F_CHARS, PD_FF_REQ, P(codec) },
+    { "runs", PD_F_CUSTOM, PD_FF_COUNT, P(runs), .aux = offsetof(struct pd_payload, n_runs), .enc = enc_runs, .dec = dec_runs } };
 static const struct pd_table payload_table = { "payload", payload_field, sizeof payload_field / sizeof *payload_field, -1 };
 
 static void enc_payload(const void *rec, struct pd_packer *k)
@@ -135,6 +191,7 @@ static int dec_first(void *rec, struct pd_bin v, struct pd_unpack *u)
 
 /* ---- the whole ---- */
 
+#define D(m) PD_FIELD(struct pd_kvdesc, m)
 static void enc_request(const void *rec, struct pd_packer *k) { pd_request_pack_inside(&desc(rec)->request, k); }
 static int dec_request(void *rec, struct pd_bin v, struct pd_unpack *u) { return pd_request_unpack_inside(v, &((struct pd_kvdesc *)rec)->request, u); }
 

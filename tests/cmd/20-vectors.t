@@ -47,7 +47,8 @@ for name in names:
     check(same_types(read, text), f"{short}: Python's msgpack reads what the JSON says")
     check(msgpack.packb(text, use_bin_type=True) == packed, f"{short}: Python's msgpack writes the same bytes")
     check(list(read)[:2] == ["pd", "v"] and read["v"] == 1, f"{short}: pd and v come first")
-check(kinds == {"request", "offer", "kv", "chunk", "token", "result", "error", "event"}, "every kind has a vector")
+check(kinds == {"request", "offer", "kv", "chunk", "token", "result", "error", "event",
+                "hello", "accept", "done", "verified", "release", "status", "cancel", "slab"}, "every kind has a vector")
 kv = msgpack.unpackb(open("testdata/vectors/kv.msgpack", "rb").read())
 check(list(kv)[-1] == "sum" and struct.unpack("<%di" % kv["n_tokens"], kv["token_ids"])[5] == 338, "kv: sum is last, token_ids are little-endian int32")
 sys.exit(bad > 0)

@@ -2,7 +2,7 @@
 #ifndef PD_TEST_SAMPLES_H
 #define PD_TEST_SAMPLES_H
 #include <stdio.h>
-#include "../../libcommon/wire/record.h"
+#include "../../libcommon/wire/transfer.h"
 
 #define RUN_A "01ARZ3NDEKTSV4RRFFQ69G5FAV"
 #define STR(s) ((struct pd_str){ s, sizeof(s) - 1 })
@@ -87,8 +87,63 @@ static inline struct pd_event lease_event(void)
         .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .bytes = 737280, .choice = 1, .pos = 7, .tokens = 3, .t_us = 1700000000000001, .mono_us = 1234568 };
 }
 
-enum { N_SAMPLES = 12 };
-static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only", "event-lease" };
+#define GEN_A { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }
+static struct pd_payload_run sample_runs[] = { { 0, 393216, 60, 12288 }, { 67108864 + 6144, 393216, 60, 6144 } };
+static struct pd_str sample_via[] = { { "shm", 3 }, { "inline", 6 } }, sample_caps[] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 } };
+
+static inline struct pd_hello sample_hello(void)
+{
+    struct pd_kvdesc d = sample_kv(true);
+    struct pd_hello h = { .conn = "connconnconncon", .version = 1, .version_min = 1, .role = "prefill", .worker = STR("p0"), .domain = STR("rack-1"), .boot = "bootbootbootboo",
+        .has_boot = true, .netns = 4026531840, .epoch = 3, .life = { 1, 2, 3, 4, 5, 6, 7, 8 }, .fp_fields = d.fp_fields, .layout = d.layout, .via = sample_via, .n_via = 2,
+        .caps = sample_caps, .n_caps = 3, .slab_bytes = 67108864, .slab_blocks = 64 };
+    memcpy(h.fp_sha, d.fp_sha, sizeof h.fp_sha);
+    return h;
+}
+
+/* The records of transfer.h, by number: a sample of each. */
+enum { N_TRANSFER = 11 };
+static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_hello h = sample_hello();
+    struct pd_accept ac = { .run = RUN_A, .gen = GEN_A, .mode = "in_place", .have = BIN("\x05\x80\0\x01"), .held = 1 };
+    struct pd_done dn = { .run = RUN_A, .gen = GEN_A, .chunk0 = 28, .chunks = 2, .sums = BIN("\0\x11\x22\x33\x44\x55\x66\x77\xff\xee\xdd\xcc\xbb\xaa\x99\x88") };
+    struct pd_verified vf = { .run = RUN_A, .gen = GEN_A, .mode = "copy", .bytes = 737280, .verify_us = 57 };
+    struct pd_release rl = { .run = RUN_A, .gen = GEN_A, .lease = "leaseleaseleasel", .has_lease = true };
+    struct pd_status st = { .run = RUN_A, .gen = GEN_A, .has_gen = true, .state = "released", .lease = "leaseleaseleasel", .has_lease = true, .bytes = 737280, .worker = STR("p0"),
+        .cause = STR("asked"), .ledger = BIN("\x81\xa4live\x02"), .extra = { (const uint8_t *)"\xa6" "future\x93\x01\xc0\xc3", 11, 1 } };
+    struct pd_cancel cn = { .run = RUN_A, .gen = GEN_A, .has_gen = true, .cancel_token = "0123456789abcdef", .has_token = true, .cause = STR("client gone") };
+    struct pd_slab_rec sl = { .what = "slab", .index = 1, .bytes = 67108864 };
+    struct pd_error_rec er = { .run = RUN_A, .gen = GEN_A, .has_gen = true, .class_ = "timeout", .code = 5, .message = STR("generation retired"), .action = "refused" };
+    struct pd_kvdesc d = sample_kv(true);
+    struct pd_buf lease = { 0 };
+    int rc;
+    switch (i) {
+    case 0: return pd_hello_encode(&h, b, e);
+    case 1: return pd_hello_encode(&(struct pd_hello){ .attach = "connconnconncon", .has_attach = true }, b, e);
+    case 2: return pd_accept_encode(&ac, b, e);
+    case 3: return pd_done_encode(&dn, b, e);
+    case 4: return pd_verified_encode(&vf, b, e);
+    case 5: return pd_release_encode(&rl, b, e);
+    case 6: return pd_status_encode(&st, b, e);
+    case 7: return pd_cancel_encode(&cn, b, e);
+    case 8: return pd_slab_encode(&sl, b, e);
+    case 9: return pd_error_encode(&er, b, e);
+    default:
+        rc = pd_lease_rec_encode(&(struct pd_lease_rec){ .id = "leaseleaseleasel", .owner = STR("prefill@host:17"), .ttl_us = 30000000, .renew_us = 5000000 }, &lease, e);
+        d.lease = (struct pd_bin){ lease.p, lease.n };
+        strcpy(d.payload.scheme, "shm");
+        d.payload.runs = sample_runs;
+        d.payload.n_runs = 2;
+        rc = rc ? rc : pd_kvdesc_encode(&d, b, e);
+        pd_buf_free(&lease);
+        return rc;
+    }
+}
+
+enum { N_RECORD = 12, N_SAMPLES = N_RECORD + N_TRANSFER };
+static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only", "event-lease",
+    "hello", "hello-attach", "accept", "done", "verified", "release", "status", "cancel", "slab", "error-refused", "offer-shm" };
 
 /* The i-th sample, encoded. */
 static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
@@ -106,6 +161,8 @@ static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
     bare.extra = (struct pd_extra){ 0 };
     bare.lease = BIN("\x81\xa6ttl_us\xce\x01\xc9\xc3\x80");
     int rc;
+    if (i >= N_RECORD)
+        return transfer_encode(i - N_RECORD, b, e);
     switch (i) {
     case 0: return pd_request_encode(&rq, b, e);
     case 1: return pd_request_encode(&small, b, e);
@@ -133,8 +190,19 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     struct pd_result r;
     struct pd_error_rec er;
     struct pd_event ev;
+    union { struct pd_hello hello; struct pd_accept accept; struct pd_done done; struct pd_verified verified; struct pd_release release; struct pd_status status;
+            struct pd_cancel cancel; struct pd_slab_rec slab; } x;
     int rc;
+#define BOTH(name) rc = pd_##name##_decode(rec, n, &a, &x.name, e); rc = rc ? rc : pd_##name##_encode(&x.name, b, e); break
     switch (pd_kind_of(rec, n)) {
+    case PD_K_HELLO: BOTH(hello);
+    case PD_K_ACCEPT: BOTH(accept);
+    case PD_K_DONE: BOTH(done);
+    case PD_K_VERIFIED: BOTH(verified);
+    case PD_K_RELEASE: BOTH(release);
+    case PD_K_STATUS: BOTH(status);
+    case PD_K_CANCEL: BOTH(cancel);
+    case PD_K_SLAB: BOTH(slab);
     case PD_K_REQUEST: rc = pd_request_decode(rec, n, &a, &rq, e); rc = rc ? rc : pd_request_encode(&rq, b, e); break;
     case PD_K_OFFER: case PD_K_KV: rc = pd_kvdesc_decode(rec, n, &a, &d, e); rc = rc ? rc : pd_kvdesc_encode(&d, b, e); break;
     case PD_K_CHUNK:
