@@ -6,6 +6,7 @@
 #include "../base/log.h"
 #include "../model/dtype.h"
 #include "pool.h"
+#include "slab.h"
 
 #define SLAB_BYTES ((size_t)64 << 20)
 
@@ -16,6 +17,8 @@ struct slab {
     uint64_t *free_bits;        /* one bit a block: set when free */
     uint8_t *dirty;             /* [slab_blocks] 1: used before, to be zeroed when taken */
     uint32_t n_free;
+    uint32_t n_borrowed;        /* of a foreign slab: blocks with references */
+    bool foreign, disowned;
 };
 
 struct pd_pool {
@@ -23,8 +26,9 @@ struct pd_pool {
     size_t layer_bytes, slab_bytes;
     uint32_t slab_blocks, max_blocks, max_slabs, n_slabs, first_free /* no slab before it has a free block */;
     uint32_t n_free, total;     /* of the slabs made */
+    uint32_t n_borrowed;
     int64_t max_bytes;
-    struct slab *slab;          /* [max_slabs] */
+    struct slab *slab;          /* [max_slabs], then PD_POOL_FOREIGN of other processes; never moved, since other threads read it */
 };
 
 static int check_geom(const struct pd_pool_geom *g, size_t *layer_bytes, size_t *block_bytes, struct pd_err *e)
@@ -72,7 +76,7 @@ int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool 
     p->max_slabs = (uint32_t)n_slabs;
     p->max_blocks = (uint32_t)max_blocks;
     p->max_bytes = max_bytes;
-    p->slab = pd_calloc(n_slabs, sizeof *p->slab, "KV pool slabs", e);
+    p->slab = pd_calloc(n_slabs + PD_POOL_FOREIGN, sizeof *p->slab, "KV pool slabs", e);
     if (!p->slab) {
         pd_free(p);
         return PD_ENOMEM;
@@ -97,8 +101,9 @@ void pd_pool_free(struct pd_pool *p)
 {
     if (!p)
         return;
-    for (uint32_t i = 0; i < p->n_slabs; i++)
-        slab_free(p, &p->slab[i]);
+    for (uint32_t i = 0; i < p->max_slabs + PD_POOL_FOREIGN; i++)
+        if (p->slab[i].map)
+            slab_free(p, &p->slab[i]);
     pd_free(p->slab);
     pd_free(p);
 }
@@ -122,16 +127,14 @@ static int slab_add(struct pd_pool *p, struct pd_err *e)
         rc = pd_fail_sys(e, "KV pool: slab %u of %zu bytes (%zu in use already; lower --kv-mem)", p->n_slabs + 1, p->slab_bytes, p->slab_bytes * p->n_slabs);
         goto bad;
     }
-    if (fcntl(s->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)) {
-        rc = pd_fail_sys(e, "KV pool: seal a slab");
-        goto bad;
-    }
     void *m = pd_fault("mmap") ? (errno = ENOMEM, MAP_FAILED) : mmap(NULL, p->slab_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, s->fd, 0);
     if (m == MAP_FAILED) {
         rc = pd_fail_sys(e, "KV pool: map slab %u of %zu bytes", p->n_slabs + 1, p->slab_bytes);
         goto bad;
     }
     s->map = m;
+    if ((rc = pd_slab_seal(s->fd, e)))
+        goto bad;
     uint32_t give = p->max_blocks - p->n_slabs * n < n ? p->max_blocks - p->n_slabs * n : n;
     for (uint32_t i = 0; i < give; i++)
         s->free_bits[i / 64] |= (uint64_t)1 << (i % 64);
@@ -200,11 +203,60 @@ static int take(struct pd_pool *p, uint32_t n, uint32_t *out, bool zero, struct 
 int pd_pool_take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e) { return take(p, n, out, true, e); }
 int pd_pool_take_raw(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e) { return take(p, n, out, false, e); }
 
+int pd_pool_adopt(struct pd_pool *p, const uint8_t *map, uint32_t *slab, struct pd_err *e)
+{
+    uint32_t i = 0;
+    while (i < PD_POOL_FOREIGN && p->slab[p->max_slabs + i].map)
+        i++;
+    if (i == PD_POOL_FOREIGN || (uint64_t)(p->max_slabs + i + 1) * p->slab_blocks > UINT32_MAX)
+        return pd_fail(e, PD_ENOMEM, "KV pool: no room for another process's slab (%u are mapped; copy instead)", i);
+    struct slab *s = &p->slab[p->max_slabs + i];
+    memset(s, 0, sizeof *s);
+    s->fd = -1;
+    if (!(s->refs = pd_calloc(p->slab_blocks, sizeof *s->refs, "references of another process's blocks", e)))
+        return PD_ENOMEM;
+    s->foreign = true;
+    s->map = (uint8_t *)(uintptr_t)map;     /* mapped read-only: a write is a fault, and a bug here */
+    *slab = p->max_slabs + i;
+    return 0;
+}
+
+bool pd_pool_is_foreign(const struct pd_pool *p, uint32_t block) { return block / p->slab_blocks >= p->max_slabs; }
+uint32_t pd_pool_slab_blocks(const struct pd_pool *p) { return p->slab_blocks; }
+size_t pd_pool_slab_bytes(const struct pd_pool *p) { return p->slab_bytes; }
+uint32_t pd_pool_slabs(const struct pd_pool *p) { return p->n_slabs; }
+
+static struct slab *foreign(struct pd_pool *p, uint32_t slab)
+{
+    return slab >= p->max_slabs && slab < p->max_slabs + PD_POOL_FOREIGN && p->slab[slab].map ? &p->slab[slab] : NULL;
+}
+
+int pd_pool_borrow(struct pd_pool *p, uint32_t block, struct pd_err *e)
+{
+    struct slab *s = foreign(p, block / p->slab_blocks);
+    if (!s || s->disowned)
+        return pd_fail(e, PD_EFAIL, "KV pool: block %u is not one of another process's that is mapped", block);
+    if (!s->refs[block % p->slab_blocks]++) {
+        s->n_borrowed++;
+        p->n_borrowed++;
+    }
+    return 0;
+}
+
+void pd_pool_disown(struct pd_pool *p, uint32_t slab)
+{
+    struct slab *s = foreign(p, slab);
+    if (s && !s->n_borrowed)
+        slab_free(p, s);
+    else if (s)
+        s->disowned = true;
+}
+
 /* NULL for a block that nobody holds: a mistake of the caller, told and survived. */
 static struct slab *held(struct pd_pool *p, uint32_t block, const char *what)
 {
     uint32_t s = block / p->slab_blocks;
-    if (s < p->n_slabs && p->slab[s].refs[block % p->slab_blocks])
+    if ((s < p->n_slabs || foreign(p, s)) && p->slab[s].refs[block % p->slab_blocks])
         return &p->slab[s];
     pd_error("KV pool: %s of block %u, which is not held", what, block);
     return NULL;
@@ -223,6 +275,12 @@ void pd_pool_put(struct pd_pool *p, uint32_t block)
     uint32_t i = block % p->slab_blocks;
     if (!s || --s->refs[i])
         return;
+    if (s->foreign) {
+        p->n_borrowed--;
+        if (!--s->n_borrowed && s->disowned)
+            slab_free(p, s);
+        return;
+    }
     s->free_bits[i / 64] |= (uint64_t)1 << (i % 64);
     s->n_free++;
     p->n_free++;
@@ -238,6 +296,7 @@ struct pd_pool_stats pd_pool_stats(const struct pd_pool *p)
     s.max = p->max_blocks;
     s.free = p->n_free;
     s.used = s.total - s.free;
+    s.borrowed = p->n_borrowed;
     s.slab_bytes = (uint64_t)p->n_slabs * p->slab_bytes;
     return s;
 }

@@ -2,7 +2,9 @@
  * a block is over 1 MiB), each a memfd sealed against shrinking and growing and prefaulted, added as needed up to the pool's size. Lowest free blocks are
  * given first, so that a run's blocks tend to be neighbours and low slabs fill before new ones are made. Within a slab, per layer all K then all V of its
  * blocks, each [kv_heads, block_size, head_dim], so neighbours are contiguous per layer, and one offset (layer, k or v) serves every block of every slab.
- * Invariant: free + used == total (of the slabs made). Owned by one thread, except that block memory may be read by others while the block is held. */
+ * Slabs of other processes can be adopted: their blocks, numbered after the pool's own, stand in block tables like any other, to be read and never written.
+ * Invariant: free + used == total (of the slabs made; borrowed blocks are counted apart). Owned by one thread, except that block memory may be read by others
+ * while the block is held. */
 #ifndef PD_KV_POOL_H
 #define PD_KV_POOL_H
 #include "../model/config.h"
@@ -20,7 +22,19 @@ int pd_pool_take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e)
 int pd_pool_take_raw(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e);
 void pd_pool_ref(struct pd_pool *p, uint32_t block);
 void pd_pool_put(struct pd_pool *p, uint32_t block);    /* drop one reference; at zero the block is free. A block that is not held is told on stderr and left alone */
-int pd_pool_slab_fd(const struct pd_pool *p, uint32_t slab);    /* the sealed memfd of slab block / blocks-a-slab, or -1 */
-struct pd_pool_stats { uint32_t free, used, total, max; uint64_t slab_bytes; };
+int pd_pool_slab_fd(const struct pd_pool *p, uint32_t slab);    /* the sealed memfd of slab block / pd_pool_slab_blocks, or -1 */
+
+/* A slab of another process, mapped read-only in this pool's shape. adopt takes the mapping over (on success) and gives its number: block i of it is
+ * slab * pd_pool_slab_blocks + i. borrow: one reference of such a block (put drops it). disown: no more borrows; unmapped with the last of its blocks. */
+#define PD_POOL_FOREIGN 1024
+int pd_pool_adopt(struct pd_pool *p, const uint8_t *map, uint32_t *slab, struct pd_err *e);
+int pd_pool_borrow(struct pd_pool *p, uint32_t block, struct pd_err *e);
+void pd_pool_disown(struct pd_pool *p, uint32_t slab);
+bool pd_pool_is_foreign(const struct pd_pool *p, uint32_t block);
+uint32_t pd_pool_slab_blocks(const struct pd_pool *p);
+size_t pd_pool_slab_bytes(const struct pd_pool *p);
+uint32_t pd_pool_slabs(const struct pd_pool *p);        /* own ones made so far; they never go before the pool does */
+
+struct pd_pool_stats { uint32_t free, used, total, max, borrowed; uint64_t slab_bytes; };
 struct pd_pool_stats pd_pool_stats(const struct pd_pool *p);
 #endif
