@@ -184,20 +184,23 @@ struct pd_import {
     uint32_t *blocks, n_taken;
     struct iovec *iov;                  /* [2 * chunk_blocks] */
     uint64_t *seen; uint32_t n_seen;    /* a bit a chunk */
-    bool finished;
+    const struct pd_slabs *from;        /* another process's memory, or NULL: chunks bring their bytes */
+    uint32_t *from_blocks;              /* [n_blocks] */
+    bool finished, in_place;
     uint64_t bytes;
     int64_t us;
 };
 
-static int check_payload(const struct pd_kvdesc *d, const struct pd_plan *plan, struct pd_err *e)
+static int check_payload(const struct pd_kvdesc *d, const struct pd_plan *plan, const char *scheme, struct pd_err *e)
 {
     const struct pd_payload *y = &d->payload;
     const struct { const char *name; uint64_t said, is; } f[] = {
         { "chunk_blocks", y->chunk_blocks, plan->chunk_blocks }, { "n_chunks", y->n_chunks, plan->n_chunks },
         { "chunk_bytes", y->chunk_bytes, plan->chunk_bytes }, { "bytes", y->bytes, plan->bytes },
     };
-    if (strcmp(y->scheme, "inline"))
-        return pd_fail(e, PD_EINCOMPAT, "run %s: payload scheme '%.12s' is not one that is read from a stream (inline)", d->run, y->scheme);
+    if (strcmp(y->scheme, scheme))
+        return pd_fail(e, PD_EINCOMPAT, "run %s: payload scheme '%.12s' is not %s (%s)", d->run, y->scheme,
+                       *scheme == 'i' ? "one that is read from a stream" : "what was agreed on", scheme);
     if (strcmp(y->codec, "none"))
         return pd_fail(e, PD_EINCOMPAT, "run %s: payload codec '%.8s' is not known (none)", d->run, y->codec);
     for (size_t i = 0; i < sizeof f / sizeof *f; i++)
@@ -207,7 +210,7 @@ static int check_payload(const struct pd_kvdesc *d, const struct pd_plan *plan, 
     return 0;
 }
 
-static int check_offer(const struct pd_pool *p, const struct pd_kvdesc *d, struct pd_plan *plan, struct pd_err *e)
+static int check_offer(const struct pd_pool *p, const struct pd_kvdesc *d, const char *scheme, struct pd_plan *plan, struct pd_err *e)
 {
     uint8_t sha[PD_SHA_LEN];
     int rc;
@@ -221,10 +224,25 @@ static int check_offer(const struct pd_pool *p, const struct pd_kvdesc *d, struc
         return pd_fail(e, PD_ECORRUPT, "run %s: descriptor says chunk_blocks 0", d->run);
     if ((rc = pd_plan_make(&d->layout, d->n_tokens, d->payload.chunk_blocks, plan, e)))
         return pd_err_prefix(e, "run %s", d->run);
-    if ((rc = check_payload(d, plan, e)) || (rc = pd_sha256(d->fp_fields.p, d->fp_fields.p ? d->fp_fields.n : 0, sha, e)))
+    if ((rc = check_payload(d, plan, scheme, e)) || (rc = pd_sha256(d->fp_fields.p, d->fp_fields.p ? d->fp_fields.n : 0, sha, e)))
         return rc;
     if (memcmp(sha, d->fp_sha, sizeof sha))
         return pd_fail(e, PD_ECORRUPT, "run %s: the fingerprint's SHA-256 is not that of its fields", d->run);
+    return 0;
+}
+
+static int keep_payload(struct pd_import *im, const struct pd_payload *y, struct pd_err *e)
+{
+    struct pd_payload *mine = &im->offer.payload;
+    *mine = *y;
+    mine->where = (struct pd_str){ NULL, 0 };
+    mine->runs = NULL;
+    mine->n_runs = 0;
+    if (y->where.p && !(mine->where.p = pd_arena_dup(&im->arena, y->where.p, mine->where.n = y->where.n, e)))
+        return PD_ENOMEM;
+    if (y->n_runs && !(mine->runs = pd_arena_dup(&im->arena, y->runs, y->n_runs * sizeof *y->runs, e)))
+        return PD_ENOMEM;
+    mine->n_runs = y->n_runs;
     return 0;
 }
 
@@ -256,7 +274,7 @@ static int keep_offer(struct pd_import *im, const struct pd_kvdesc *offer, struc
     d->n_first = 0;
     d->t = d->lease = (struct pd_bin){ NULL, 0 };
     if (keep_bin(&im->arena, &d->fp_fields, e) || keep_str(&im->arena, &d->domain, e) || keep_str(&im->arena, &d->worker, e) ||
-        keep_str(&im->arena, &d->payload.where, e))
+        keep_payload(im, &offer->payload, e))
         return PD_ENOMEM;
     size_t n = (size_t)d->n_tokens * sizeof *d->token_ids;
     return (d->token_ids = pd_arena_dup(&im->arena, d->token_ids, n, e)) ? 0 : PD_ENOMEM;
@@ -264,10 +282,57 @@ static int keep_offer(struct pd_import *im, const struct pd_kvdesc *offer, struc
 
 int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_import **out, struct pd_err *e)
 {
-    struct pd_plan plan;
-    int rc = check_offer(p, offer, &plan, e);
+    return pd_import_begin_with(p, offer, NULL, out, NULL, e);
+}
+
+/* The block table: held ones, then the peer's where they can be read in place, then own ones. n_taken counts references held, so that any failure gives them back. */
+static int take_blocks(struct pd_import *im, const struct pd_import_opts *o, uint32_t n_held, struct pd_err *e)
+{
+    const struct pd_plan *plan = &im->plan;
+    uint32_t full = im->offer.n_tokens / im->offer.layout.block_size;
+    for (; im->n_taken < n_held; im->n_taken++)
+        pd_pool_ref(im->pool, im->blocks[im->n_taken] = o->held[im->n_taken]);
+    while (o->lend && o->from && im->n_taken < full) {
+        uint32_t theirs = o->from_blocks[im->n_taken], per = pd_slabs_shape(o->from)->slab_blocks;
+        int64_t slab = pd_slabs_lend(o->from, theirs / per, im->pool, e);
+        if (slab < 0)
+            break;          /* another shape, or no room: the rest is copied */
+        uint32_t b = (uint32_t)slab * per + theirs % per;
+        int rc = pd_pool_borrow(im->pool, b, e);
+        if (rc)
+            return rc;
+        im->blocks[im->n_taken++] = b;
+        im->in_place = true;
+    }
+    if (im->n_taken == plan->n_blocks)
+        return 0;
+    int rc = pd_pool_take_raw(im->pool, plan->n_blocks - im->n_taken, im->blocks + im->n_taken, e);
     if (rc)
         return rc;
+    im->n_taken = plan->n_blocks;
+    return 0;
+}
+
+static int keep_from(struct pd_import *im, struct pd_slabs *from, const uint32_t *from_blocks, struct pd_err *e)
+{
+    im->from = from;
+    if (!from)
+        return 0;
+    if (!im->from_blocks && !(im->from_blocks = pd_calloc(im->plan.n_blocks, sizeof *im->from_blocks, "the peer's block table", e)))
+        return PD_ENOMEM;
+    memcpy(im->from_blocks, from_blocks, im->plan.n_blocks * sizeof *from_blocks);
+    return 0;
+}
+
+int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, uint32_t *n_used, struct pd_err *e)
+{
+    static const struct pd_import_opts none;
+    struct pd_plan plan;
+    o = o ? o : &none;
+    int rc = check_offer(p, offer, o->from ? "shm" : "inline", &plan, e);
+    if (rc)
+        return rc;
+    uint32_t held_ranges = (o->n_held < plan.n_blocks ? o->n_held : plan.n_blocks) / plan.chunk_blocks, n_held = held_ranges * plan.chunk_blocks;
     struct pd_import *im = pd_calloc(1, sizeof *im, "KV import", e);
     if (!im)
         return PD_ENOMEM;
@@ -280,11 +345,16 @@ int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_
         !(im->iov = pd_calloc((size_t)plan.chunk_blocks * 2, sizeof *im->iov, "KV pieces", e)) ||
         !(im->seen = pd_calloc((plan.n_chunks + (size_t)63) / 64, 8, "KV chunk bitmap", e)))
         goto out;
-    if ((rc = pd_pool_take_raw(p, plan.n_blocks, im->blocks, e))) {
+    if ((rc = keep_from(im, o->from, o->from_blocks, e)))
+        goto out;
+    if ((rc = take_blocks(im, o, n_held, e))) {
         pd_err_prefix(e, "run %s", offer->run);
         goto out;
     }
-    im->n_taken = plan.n_blocks;
+    for (uint32_t i = 0; i < held_ranges * plan.layers; i++, im->n_seen++)
+        im->seen[i / 64] |= (uint64_t)1 << (i % 64);
+    if (n_used)
+        *n_used = n_held;
     *out = im;
     return 0;
 out:
@@ -293,7 +363,7 @@ out:
 }
 
 /* The unused tokens of the last block are zero by contract: a tail that is not would be memory of somebody else. */
-static bool tail_is_zero(const struct pd_import *im, const uint8_t *data, struct place at)
+static bool tail_is_zero(const struct pd_import *im, const uint8_t *const last[2] /* its K and V, of the chunk's layer */, struct place at)
 {
     const struct pd_kv_layout *l = &im->offer.layout;
     uint32_t used = im->offer.n_tokens % l->block_size;
@@ -301,7 +371,7 @@ static bool tail_is_zero(const struct pd_import *im, const uint8_t *data, struct
         return true;
     size_t bytes = pd_pool_layer_bytes(im->pool), row = bytes / l->kv_heads / l->block_size, from = row * used, n = row * (l->block_size - used);
     for (int v = 0; v < 2; v++) {
-        const uint8_t *block = data + ((size_t)v * at.blocks + at.blocks - 1) * bytes;
+        const uint8_t *block = last[v];
         for (uint32_t h = 0; h < l->kv_heads; h++) {
             const uint8_t *q = block + (size_t)h * row * l->block_size + from;
             if (q[0] || memcmp(q, q + 1, n - 1))
@@ -348,7 +418,8 @@ int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_er
     if (sum != c->xxh3)
         return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u (layer %u, blocks %u to %u): checksum %016" PRIx64 ", its bytes give %016" PRIx64, c->run, c->index, at.layer,
                        at.block0, at.block0 + at.blocks - 1, c->xxh3, sum);
-    if (!tail_is_zero(im, c->data.p, at))
+    const uint8_t *last = c->data.p + (at.blocks - 1) * pd_pool_layer_bytes(im->pool);
+    if (!tail_is_zero(im, (const uint8_t *const[2]){ last, last + at.blocks * pd_pool_layer_bytes(im->pool) }, at))
         return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u: the unused tail of the last block is not zero", c->run, c->index);
     const uint8_t *from = c->data.p;
     int n = pieces(im->pool, im->blocks, at, im->iov);
@@ -363,22 +434,63 @@ int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_er
     return 0;
 }
 
+int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e)
+{
+    if (!im->from || index >= im->plan.n_chunks)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u is not one of %u that lie in the peer's memory", im->offer.run, index, im->from ? im->plan.n_chunks : 0);
+    if (pd_import_has(im, index))
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u came twice", im->offer.run, index);
+    struct place at = place_of(&im->plan, index);
+    size_t bytes = pd_pool_layer_bytes(im->pool);
+    const uint8_t *last[2] = { NULL, NULL };
+    int64_t t0 = pd_mono_us();
+    for (int v = 0; v < 2; v++)
+        for (uint32_t i = at.block0; i < at.block0 + at.blocks; i++) {
+            uint8_t *to = pd_pool_base(im->pool, im->blocks[i]) + pd_pool_off(im->pool, (int)at.layer, v);
+            const uint8_t *what = pd_slabs_at(im->from, im->from_blocks[i], (int)at.layer, v);
+            if (to != what)
+                memcpy(to, what, bytes);
+            last[v] = to;
+        }
+    int n = pieces(im->pool, im->blocks, at, im->iov);
+    uint64_t sum = pd_xxh3v(im->iov, n, pd_chunk_seed(im->offer.gen, im->offer.layout.layout_hash, at.layer, at.block0));
+    im->us += pd_mono_us() - t0;
+    if (sum != xxh3)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u (layer %u, blocks %u to %u): checksum %016" PRIx64 ", its bytes give %016" PRIx64, im->offer.run, index, at.layer,
+                       at.block0, at.block0 + at.blocks - 1, xxh3, sum);
+    if (!tail_is_zero(im, last, at))
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u: the unused tail of the last block is not zero", im->offer.run, index);
+    im->seen[index / 64] |= (uint64_t)1 << (index % 64);
+    im->n_seen++;
+    im->bytes += 2 * (uint64_t)bytes * at.blocks;
+    return 0;
+}
+
 static bool bin_eq(struct pd_bin a, struct pd_bin b) { return !a.p == !b.p && (!a.p || (a.n == b.n && !memcmp(a.p, b.p, a.n))); }
 static bool str_eq(struct pd_str a, struct pd_str b) { return !a.p == !b.p && (!a.p || (a.n == b.n && !memcmp(a.p, b.p, a.n))); }
+
+static bool same_payload(const struct pd_payload *x, const struct pd_payload *y)
+{
+    for (uint32_t i = 0; i < x->n_runs && x->n_runs == y->n_runs; i++) {
+        const struct pd_payload_run *a = &x->runs[i], *b = &y->runs[i];
+        if (a->base != b->base || a->stride != b->stride || a->count != b->count || a->len != b->len)
+            return false;
+    }
+    return !strcmp(x->scheme, y->scheme) && !strcmp(x->codec, y->codec) && x->bytes == y->bytes && x->chunk_bytes == y->chunk_bytes && x->n_chunks == y->n_chunks &&
+           x->chunk_blocks == y->chunk_blocks && str_eq(x->where, y->where) && x->n_runs == y->n_runs;
+}
 
 /* The name of the first part of kv that does not repeat the offer, or NULL. */
 static const char *changed(const struct pd_kvdesc *a, const struct pd_kvdesc *b)
 {
-    const struct pd_payload *x = &a->payload, *y = &b->payload;
     return strcmp(a->run, b->run) ? "run" : memcmp(a->op, b->op, sizeof a->op) ? "op" : memcmp(a->gen, b->gen, sizeof a->gen) ? "gen" :
            a->epoch != b->epoch ? "epoch" : memcmp(a->fp_sha, b->fp_sha, sizeof a->fp_sha) || !bin_eq(a->fp_fields, b->fp_fields) ? "fingerprint" :
            a->n_tokens != b->n_tokens ? "n_tokens" : memcmp(a->token_ids, b->token_ids, (size_t)a->n_tokens * sizeof *a->token_ids) ? "token_ids" :
-           a->layout.layout_hash != b->layout.layout_hash || a->layout.layout_hash != pd_layout_hash(&b->layout) ? "layout" : strcmp(x->scheme, y->scheme) || strcmp(x->codec, y->codec) || x->bytes != y->bytes ||
-           x->chunk_bytes != y->chunk_bytes || x->n_chunks != y->n_chunks || x->chunk_blocks != y->chunk_blocks || !str_eq(x->where, y->where) ? "payload" :
+           a->layout.layout_hash != b->layout.layout_hash || a->layout.layout_hash != pd_layout_hash(&b->layout) ? "layout" : !same_payload(&a->payload, &b->payload) ? "payload" :
            !str_eq(a->domain, b->domain) ? "domain" : !str_eq(a->worker, b->worker) ? "worker" : NULL;
 }
 
-int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e)
+int pd_import_repeats(const struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e)
 {
     struct pd_buf request = { 0 };
     int rc = 0;
@@ -392,6 +504,13 @@ int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd
     }
     if (what)
         rc = pd_fail(e, PD_ECORRUPT, "run %s: %s of the kv record is not that of its offer", im->offer.run, what);
+    pd_buf_free(&request);
+    return rc;
+}
+
+int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e)
+{
+    int rc = pd_import_repeats(im, kv, e);
     if (!rc && im->n_seen != im->plan.n_chunks) {
         uint32_t i = 0;
         while (im->seen[i / 64] >> (i % 64) & 1)
@@ -399,10 +518,30 @@ int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd
         rc = pd_fail(e, PD_ECORRUPT, "run %s: %u of %u chunks are missing (the first is %u)", im->offer.run, im->plan.n_chunks - im->n_seen, im->plan.n_chunks, i);
     }
     im->finished = !rc;
-    pd_buf_free(&request);
     return rc;
 }
 
+int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, struct pd_slabs *from, const uint32_t *from_blocks, struct pd_err *e)
+{
+    struct pd_plan plan;
+    struct pd_kvdesc same = *offer;
+    int rc = check_offer(im->pool, offer, from ? "shm" : "inline", &plan, e);
+    if (rc)
+        return rc;
+    if (im->in_place)
+        return pd_fail(e, PD_EFAIL, "run %s: what was read in place cannot go on from elsewhere", offer->run);
+    same.payload = im->offer.payload;
+    const char *what = plan.chunk_blocks != im->plan.chunk_blocks ? "payload" : changed(&im->offer, &same);
+    if (what)
+        return pd_fail(e, PD_ECORRUPT, "run %s: %s of this offer is not that of the one before: it cannot go on", offer->run, what);
+    if ((rc = keep_payload(im, &offer->payload, e)))
+        return rc;
+    im->finished = false;
+    return keep_from(im, from, from_blocks, e);
+}
+
+uint32_t pd_import_missing(const struct pd_import *im) { return im->plan.n_chunks - im->n_seen; }
+bool pd_import_in_place(const struct pd_import *im) { return im->in_place; }
 const struct pd_plan *pd_import_plan(const struct pd_import *im) { return &im->plan; }
 bool pd_import_has(const struct pd_import *im, uint32_t index) { return index < im->plan.n_chunks && im->seen[index / 64] >> (index % 64) & 1; }
 
@@ -412,6 +551,8 @@ uint32_t *pd_import_take_part(struct pd_import *im, uint32_t *n_blocks)
 {
     uint32_t *b = im->blocks;
     struct iovec *iov = im->iov;
+    if (im->in_place && im->n_seen != im->plan.n_chunks)
+        return NULL;                                            /* the peer's memory is not ours to clear */
     for (uint32_t c = 0; c < im->plan.n_chunks; c++) {          /* what did not come must not show what the blocks held before */
         int n = pd_import_has(im, c) ? 0 : pieces(im->pool, b, place_of(&im->plan, c), iov);
         for (int i = 0; i < n; i++)
@@ -434,6 +575,7 @@ void pd_import_free(struct pd_import *im)
     for (uint32_t i = 0; i < im->n_taken; i++)
         pd_pool_put(im->pool, im->blocks[i]);
     pd_free(im->blocks);
+    pd_free(im->from_blocks);
     pd_free(im->iov);
     pd_free(im->seen);
     pd_buf_free(&im->request);

@@ -6,6 +6,7 @@
 #define PD_KV_HANDOVER_H
 #include "../wire/record.h"
 #include "pool.h"
+#include "slab.h"
 struct iovec;
 struct pd_plan { uint32_t n_blocks, chunk_blocks, n_ranges, n_chunks, layers; uint64_t bytes, chunk_bytes; };
 uint64_t pd_layout_hash(const struct pd_kv_layout *l);
@@ -27,7 +28,22 @@ int pd_export_chunk(const struct pd_pool *p, const uint32_t *blocks, const struc
 struct pd_import;
 int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_import **out, struct pd_err *e);
 int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_err *e);
+int pd_import_repeats(const struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e);     /* the half of finish that needs no chunks */
 int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e);
+/* The same with more at hand (o may be NULL).
+ * held: blocks of this pool that hold the run's beginning already: chunks that lie wholly in them count as come, and the rest of them is dropped. The import
+ * takes a reference of its own of each that it uses; *n_used says how many.
+ * from, from_blocks [n_blocks]: the payload (scheme shm) lies in another process's slabs, in its blocks of these numbers. lend: read it in place where the
+ * slabs have the pool's shape: full blocks stand in the block table as the peer's, only a last block that is not full is copied. from outlives the import. */
+struct pd_import_opts { const uint32_t *held; uint32_t n_held; struct pd_slabs *from; const uint32_t *from_blocks; bool lend; };
+int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, uint32_t *n_used, struct pd_err *e);
+/* A chunk that lies in the peer's memory: copied where it is not read in place, then what will be used is held against its checksum. Errors as pd_import_chunk. */
+int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e);
+/* The same run offered again, after its link died: the import goes on, with what was verified. PD_ECORRUPT: not that run, generation, tokens, layout.
+ * Blocks read in place are not resumed (PD_EFAIL). */
+int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, struct pd_slabs *from, const uint32_t *from_blocks, struct pd_err *e);
+uint32_t pd_import_missing(const struct pd_import *im);                         /* chunks */
+bool pd_import_in_place(const struct pd_import *im);                            /* some block is read where the peer has it */
 uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks);             /* ownership of the block table (pd_free) and of one reference each; NULL unless finish said 0 */
 /* For salvage: the block table although chunks are missing (their memory is zero), and whether a chunk came and was verified. */
 uint32_t *pd_import_take_part(struct pd_import *im, uint32_t *n_blocks);

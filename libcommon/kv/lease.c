@@ -283,8 +283,7 @@ static void over(struct pd_leases *l, struct lease *s)
 {
     static const enum pd_lease_step step[] = { [PD_LEASE_RELEASED] = PD_LEASE_STEP_RELEASED, [PD_LEASE_EXPIRED] = PD_LEASE_STEP_EXPIRED, [PD_LEASE_REVOKED] = PD_LEASE_STEP_REVOKED };
     bool reaped = s->reaped;
-    if (s->state == PD_LEASE_CANCELLING)
-        l->n.cancelling--;
+    l->n.cancelling--;
     s->state = s->end;
     l->n.live--;
     l->n.live_blocks -= s->n_blocks;
@@ -314,14 +313,13 @@ static bool finish(struct pd_leases *l, struct lease *s, enum pd_lease_state how
     pd_control_set(&l->control, (uint32_t)(s - l->slot), NULL);
     id_of(l, s, id);
     s->unfenced = 0;
+    s->state = PD_LEASE_CANCELLING;
+    l->n.cancelling++;
     for (uint32_t i = 0; i < s->n_readers; i++)
         if (s->reader[i].fence && !s->reader[i].fence(s->reader[i].ctx, id))
             s->unfenced |= 1u << i;
-    if (s->unfenced) {
-        s->state = PD_LEASE_CANCELLING;
-        l->n.cancelling++;
+    if (s->unfenced)
         return false;
-    }
     over(l, s);
     return true;
 }

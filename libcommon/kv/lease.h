@@ -11,6 +11,7 @@
  * Owned by one thread; the pool and the hooks' contexts outlive it. Invariant: granted == released + expired + revoked + live, and with live 0 no block is held. */
 #ifndef PD_KV_LEASE_H
 #define PD_KV_LEASE_H
+#include <sys/types.h>
 #include "control.h"
 #include "pool.h"
 

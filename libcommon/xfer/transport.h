@@ -1,0 +1,46 @@
+/* How payload gets from the memory of one end into that of the other: one table of functions a scheme (inline, shm; tcp, rdma, cuda, nixl have their place here).
+ *
+ * The protocol (proto.h) decides what is sent and when, owns runs, leases, deadlines; a transport knows only how. A table's functions are called by the one
+ * thread that owns the connection and never block. `void *path` is the transport's state of one connection, made by open.
+ * Giving end: reg, offer, send, cancel, fence. Taking end: ready, poll. Both: usable, open, close. NULL where there is nothing to do. */
+#ifndef PD_XFER_TRANSPORT_H
+#define PD_XFER_TRANSPORT_H
+#include "../kv/handover.h"
+#include "../kv/lease.h"
+#include "../wire/transfer.h"
+#include "out.h"
+
+/* One hand-over, as the giving end's transport sees it. */
+struct pd_sending {
+    const struct pd_pool *pool;
+    const struct pd_plan *plan;
+    const uint32_t *blocks;             /* [plan->n_blocks] */
+    const struct pd_kvdesc *desc;       /* run, gen, layout are set */
+    const void *owner;                  /* names it to pd_out */
+};
+
+struct pd_transport {
+    const char *scheme;
+    bool borrows;                       /* the taker reads the giver's memory: the offer names a lease, and the taker renews it */
+    /* Whether the two ends can use it: 0, or PD_EINCOMPAT with the reason. */
+    int (*usable)(const struct pd_hello *mine, const struct pd_hello *theirs, bool unix_socket, struct pd_err *e);
+    int (*open)(bool giving, const struct pd_hello *theirs, void **path, struct pd_err *e);
+    /* Giving. reg: memory that is new since the last call becomes known to the peer (sock: a raw socket of its own). 0: all is known; 1: go on when it can be written. */
+    int (*reg)(void *path, int sock, const struct pd_pool *pool, const struct pd_leases *leases, struct pd_err *e);
+    /* Fill the offer's payload: scheme, where, runs; what it points to lives in the arena. */
+    int (*offer)(void *path, const struct pd_sending *s, struct pd_payload *y, struct pd_arena *a, struct pd_err *e);
+    /* Send up to n neighbouring chunks from `index`; *sent of them went (or are queued). */
+    int (*send)(void *path, const struct pd_sending *s, uint32_t index, uint32_t n, struct pd_out *out, uint32_t *sent, struct pd_err *e);
+    /* No more of it: afterwards nothing reads its blocks, and what was under way ends as it must. PD_ENOMEM: the connection is to be closed. */
+    int (*fence)(void *path, const void *owner, struct pd_out *out, struct pd_err *e);
+    /* Taking. poll: read what came on the raw socket. 1: memory was mapped; 0: nothing for now; PD_ECANCEL: closed. */
+    int (*poll)(void *path, int sock, struct pd_err *e);
+    /* Is the memory that an offer names at hand? 0, and *from, blocks[n_blocks] for pd_import_opts; 1: not yet. */
+    int (*ready)(void *path, const struct pd_payload *y, uint32_t n_blocks, struct pd_slabs **from, uint32_t *blocks, struct pd_err *e);
+    /* Does the lease's control word still say gen? What was read before the call was read under it. */
+    bool (*valid)(void *path, const uint8_t lease[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN]);
+    void (*close)(void *path);
+};
+extern const struct pd_transport pd_inline, pd_shm;
+const struct pd_transport *pd_transport_find(struct pd_str scheme);     /* NULL: none is called so */
+#endif

@@ -1,0 +1,200 @@
+/* What the tests of xfer share: a giving and a taking end in one process, joined by memory (and a socket pair for descriptors). */
+#ifndef XFER_FIXTURE_H
+#define XFER_FIXTURE_H
+#include <sys/socket.h>
+#include "../../libcommon/wire/frame.h"
+#include "../../libcommon/xfer/proto.h"
+#include "kv_fixture.h"
+
+static const struct pd_pool_geom xf_geom = { .layers = 3, .kv_heads = 2, .head_dim = 8, .block_size = 4, .dtype = PD_F16 };
+enum { XF_TOKENS = 50, XF_CHUNK = 3 };         /* 13 blocks, the last with 2 tokens; 5 ranges x 3 layers = 15 chunks */
+
+struct xf {
+    struct fix f;                       /* the giver's pool and run */
+    struct pd_pool *pool;               /* the taker's */
+    struct pd_leases *leases;
+    struct pd_xfer *g, *t;
+    struct pd_move *gm, *tm;            /* the last ones seen */
+    uint8_t lease[16];
+    int64_t now;
+    int sock[2];                        /* descriptors: giver, taker */
+    struct pd_buf to_t, to_g;           /* what is on its way */
+    uint32_t got[2][16];                /* events, by end and kind */
+    struct pd_xfer_event last[2];       /* the last one of each end that had words */
+    struct pd_take take;                /* how OFFERED is answered */
+    bool manual;                        /* it is not */
+    uint32_t *blocks, n_blocks;         /* taken */
+    struct pd_import *parked;
+    bool no_fds;
+};
+
+static inline void xf_open_ends(struct xf *w, const struct pd_xfer_opts *g, const struct pd_xfer_opts *t)
+{
+    struct pd_err e;
+    struct pd_xfer_opts og = g ? *g : (struct pd_xfer_opts){ .epoch = 3 }, ot = t ? *t : (struct pd_xfer_opts){ .epoch = 3 };
+    og.giving = true;
+    og.unix_socket = ot.unix_socket = true;
+    og.pool = w->f.pool;
+    og.leases = w->leases;
+    ot.pool = w->pool;
+    if (!og.fp_fields.p)
+        og.fp_fields = w->f.d.fp_fields;
+    if (!ot.fp_fields.p)
+        ot.fp_fields = w->f.d.fp_fields;
+    og.worker = "p0";
+    ot.worker = "d0";
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, w->sock), 0);
+    assert_int_equal(pd_xfer_new(&og, w->now, &w->g, &e), 0);
+    assert_int_equal(pd_xfer_new(&ot, w->now, &w->t, &e), 0);
+}
+
+static inline void xf_open(struct xf *w, const struct pd_xfer_opts *g, const struct pd_xfer_opts *t)
+{
+    struct pd_err e;
+    memset(w, 0, sizeof *w);
+    w->now = 1000000;
+    fix_make(&w->f, &xf_geom, XF_TOKENS, XF_CHUNK, 11);
+    assert_int_equal(pd_pool_new(&xf_geom, 64 << 20, &w->pool, &e), 0);
+    assert_int_equal(pd_leases_new(&(struct pd_leases_opts){ .pool = w->f.pool }, &w->leases, &e), 0);
+    xf_open_ends(w, g, t);
+}
+
+static inline void xf_drop_blocks(struct xf *w)
+{
+    for (uint32_t i = 0; i < w->n_blocks; i++)
+        pd_pool_put(w->pool, w->blocks[i]);
+    pd_free(w->blocks);
+    w->blocks = NULL;
+    w->n_blocks = 0;
+}
+
+static inline void xf_close_ends(struct xf *w)
+{
+    pd_xfer_free(w->g);
+    pd_xfer_free(w->t);
+    w->g = w->t = NULL;
+    w->gm = w->tm = NULL;
+    close(w->sock[0]);
+    close(w->sock[1]);
+    pd_buf_free(&w->to_t);
+    pd_buf_free(&w->to_g);
+}
+
+/* Every count is back at its start. */
+static inline void xf_close(struct xf *w)
+{
+    xf_close_ends(w);
+    xf_drop_blocks(w);
+    pd_import_free(w->parked);
+    pd_leases_revoke_all(w->leases, "end", w->now);
+    struct pd_lease_counts n = pd_leases_counts(w->leases);
+    assert_int_equal(n.live + n.unread + n.cancelling, 0);
+    assert_int_equal(n.granted, n.released + n.expired + n.revoked);
+    for (uint32_t i = 0; i < w->f.plan.n_blocks; i++)
+        pd_pool_put(w->f.pool, w->f.blocks[i]);
+    assert_int_equal(pd_pool_stats(w->f.pool).used, 0);
+    assert_int_equal(pd_pool_stats(w->pool).used, 0);
+    assert_int_equal(pd_pool_stats(w->pool).borrowed, 0);
+    pd_leases_free(w->leases);
+    pd_pool_free(w->pool);
+    fix_free(&w->f);
+}
+
+static inline void xf_events(struct xf *w)
+{
+    struct pd_xfer_event ev;
+    for (int end = 0; end < 2; end++)
+        while (pd_xfer_event(end ? w->t : w->g, &ev)) {
+            w->got[end][ev.kind]++;
+            if (ev.err.code)
+                w->last[end] = ev;
+            if (ev.move)
+                *(end ? &w->tm : &w->gm) = ev.move;
+            if (end && ev.kind == PD_XE_OFFERED && !w->manual)
+                pd_take(ev.move, &w->take, w->now, NULL);
+            if (end && ev.kind == PD_XE_TAKEN) {
+                xf_drop_blocks(w);
+                w->blocks = pd_take_blocks(ev.move, &w->n_blocks);
+                assert_non_null(w->blocks);
+            }
+            if (end && ev.kind == PD_XE_FAILED && !w->parked)
+                w->parked = pd_take_park(ev.move);
+            if (ev.last)
+                *(end ? &w->tm : &w->gm) = NULL;
+        }
+}
+
+/* What one end has to write, into the other's queue. */
+static inline bool xf_flush(struct xf *w, bool from_taker)
+{
+    struct iovec v[64];
+    struct pd_xfer *x = from_taker ? w->t : w->g;
+    struct pd_buf *b = from_taker ? &w->to_g : &w->to_t;
+    bool any = false;
+    int n;
+    while ((n = pd_xfer_iov(x, v, 64, w->now, NULL)) > 0) {
+        size_t bytes = 0, take = v[0].iov_len > 700 ? 700 : v[0].iov_len;       /* in small pieces, so that partial writes are common */
+        for (int i = 0; i < n && bytes < take; i++) {
+            size_t k = v[i].iov_len < take - bytes ? v[i].iov_len : take - bytes;
+            assert_int_equal(pd_buf_add(b, v[i].iov_base, k, NULL), 0);
+            bytes += k;
+        }
+        pd_xfer_wrote(x, bytes, w->now);
+        any = true;
+    }
+    return any;
+}
+
+/* Feed one record that is on its way. */
+static inline bool xf_feed_one(struct xf *w, bool to_taker)
+{
+    struct pd_buf *b = to_taker ? &w->to_t : &w->to_g;
+    struct pd_frame_scan s = { 0 };
+    size_t len;
+    if (!b->n)
+        return false;
+    assert_int_equal(pd_frame_next(&s, b->p, b->n, PD_MAX_RECORD_DEFAULT, &len, NULL), 1);
+    pd_xfer_feed(to_taker ? w->t : w->g, b->p, len, w->now, NULL);
+    memmove(b->p, b->p + len, b->n -= len);
+    return true;
+}
+
+static inline void xf_fds(struct xf *w)
+{
+    struct pd_err e;
+    if (w->no_fds || !pd_xfer_open(w->g) || !pd_xfer_open(w->t))
+        return;
+    pd_xfer_fds(w->g, w->sock[0], w->now, &e);
+    pd_xfer_fds(w->t, w->sock[1], w->now, &e);
+}
+
+static inline bool xf_step(struct xf *w)
+{
+    bool any = xf_flush(w, false) | xf_flush(w, true);
+    any |= xf_feed_one(w, true);
+    any |= xf_feed_one(w, false);
+    any |= pd_xfer_work(w->t, 1, w->now);
+    xf_fds(w);
+    xf_events(w);
+    return any;
+}
+
+static inline void xf_pump(struct xf *w)
+{
+    while (xf_step(w)) {}
+    xf_events(w);
+}
+
+static inline int xf_give(struct xf *w, const char *via, struct pd_err *e)
+{
+    int rc = pd_lease_grant(w->leases, w->f.d.run, w->f.d.gen, w->f.blocks, w->f.plan.n_blocks, 0, w->now, w->lease, e);
+    rc = rc ? rc : pd_lease_fill(w->leases, w->lease, e);
+    struct pd_give g = { .desc = &w->f.d, .blocks = w->f.blocks, .chunk_blocks = XF_CHUNK, .via = via };
+    memcpy(g.lease, w->lease, 16);
+    return rc ? rc : pd_give(w->g, &g, w->now, &w->gm, e);
+}
+
+/* The same run, as a new generation. */
+static inline void xf_regen(struct xf *w) { assert_int_equal(pd_gen_new(w->f.d.gen, NULL), 0); }
+static inline bool xf_same(const struct xf *w) { return w->blocks && w->n_blocks == w->f.plan.n_blocks && fix_same(w->f.pool, w->f.blocks, w->pool, w->blocks, w->n_blocks); }
+#endif
