@@ -33,6 +33,13 @@ bool pd_x_gone(const struct pd_xfer *x, const char *run, const uint8_t *gen)
     return pd_seen_has(&x->gone, key, sizeof key);
 }
 
+int pd_x_retire(struct pd_xfer *x, const char *run, const uint8_t *gen)
+{
+    uint8_t key[PD_RUN_LEN + PD_GEN_LEN];
+    name_of(key, run, gen);
+    return pd_seen_add(&x->gone, key, sizeof key, NULL) < 0 ? pd_x_fatal(x, PD_ENOMEM, "out of memory at the end of run %s", run) : 0;
+}
+
 struct pd_move *pd_x_new(struct pd_xfer *x, const char *run, const uint8_t *gen, struct pd_err *e)
 {
     if (x->n.moves >= PD_XFER_MOVES) {
@@ -91,7 +98,6 @@ void pd_x_event(struct pd_move *m, enum pd_xfer_event_kind k, const struct pd_er
 {
     struct pd_xfer *x = m->x;
     struct pd_xfer_event ev = { .kind = k, .last = is_last(k), .move = m, .bytes = m->bytes };
-    uint8_t key[PD_RUN_LEN + PD_GEN_LEN];
     if (m->state == M_OVER)
         return;
     if (err)
@@ -102,9 +108,7 @@ void pd_x_event(struct pd_move *m, enum pd_xfer_event_kind k, const struct pd_er
         else
             pd_x_take_end(m);
         m->state = M_OVER;
-        name_of(key, m->run, m->gen);
-        if (pd_seen_add(&x->gone, key, sizeof key, NULL) < 0)
-            pd_x_fatal(x, PD_ENOMEM, "out of memory at the end of run %s", m->run);
+        pd_x_retire(x, m->run, m->gen);
     }
     if (m->n_q == QUEUE)        /* cannot be: one offer or accept, one verified, one last */
         m->n_q--;

@@ -80,6 +80,7 @@ int pd_x_fatal(struct pd_xfer *x, int code, const char *fmt, ...) __attribute__(
 struct pd_move *pd_x_find(struct pd_xfer *x, const char *run, const uint8_t *gen /* NULL: any */);
 struct pd_move *pd_x_new(struct pd_xfer *x, const char *run, const uint8_t *gen, struct pd_err *e);
 void pd_x_drop(struct pd_move *m);               /* one that nobody has heard of */
+int pd_x_retire(struct pd_xfer *x, const char *run, const uint8_t *gen);          /* from now on gone */
 bool pd_x_gone(const struct pd_xfer *x, const char *run, const uint8_t *gen);
 /* The move that a record names. NULL: late (*rc 0, counted), or of no move that is known (*rc < 0: the connection has ended). */
 struct pd_move *pd_x_named(struct pd_xfer *x, const char *what, const char *run, const uint8_t *gen, int *rc);

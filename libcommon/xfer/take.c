@@ -450,7 +450,8 @@ int pd_xfer_commit(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_
 {
     if (x->state != X_OPEN || x->o.giving)
         return pd_fail(e, PD_EFAIL, "run %s: the connection is not open for taking", run);
-    int rc = put_release(x, run, gen, lease);
+    int rc = pd_x_retire(x, run, gen);          /* the answer is of no move here */
+    rc = rc ? rc : put_release(x, run, gen, lease);
     if (rc && e)
         *e = x->why;
     return rc;

@@ -18,6 +18,9 @@
 #include "../../libcommon/kv/handover.h"
 #include "../../libcommon/kv/prefix.h"
 
+#ifndef FIX_POOL_BYTES
+#define FIX_POOL_BYTES (64 << 20)
+#endif
 struct fix {
     struct pd_pool *pool;
     struct pd_kvdesc d;
@@ -85,7 +88,7 @@ static inline void fix_make(struct fix *f, const struct pd_pool_geom *g, uint32_
 {
     struct pd_err e = { 0 };
     memset(f, 0, sizeof *f);
-    assert_int_equal(pd_pool_new(g, 64 << 20, &f->pool, &e), 0);
+    assert_int_equal(pd_pool_new(g, FIX_POOL_BYTES, &f->pool, &e), 0);
     struct pd_kvdesc *d = &f->d;
     assert_int_equal(pd_run_new(d->run, &e), 0);
     assert_int_equal(pd_gen_new(d->gen, &e), 0);

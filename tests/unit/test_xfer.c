@@ -1,6 +1,7 @@
 /* The transfer protocol: whole hand-overs by each way, every record in every state of both ends, and all that can go wrong between them. */
 #include <dirent.h>
 #include <inttypes.h>
+#include <sys/mman.h>
 #include "xfer_fixture.h"
 
 static int fds_open(void)
@@ -455,11 +456,604 @@ static void every_record_in_every_state(void **state)
         check_cells(end);
 }
 
+/* ---- cancel, expiry, loss: in each state, from either side ---- */
+
+enum cut { CANCEL_GIVER, CANCEL_TAKER, CANCEL_BOTH, EXPIRE, REVOKE, LOSE, FREE, N_CUTS };
+
+static void cut_in_each_state(void **state)
+{
+    for (int end = 0; end < 3; end++)
+        for (int s = S_OFFERED; s < N_STATES; s++)
+            for (int cut = 0; cut < N_CUTS; cut++) {
+                struct xf w;
+                struct pd_lease_counts n;
+                bool known = true;
+                if (s == S_CANCELLING || !bring(&w, end, s))
+                    continue;
+                w.no_fds = false;
+                switch (cut) {
+                case CANCEL_BOTH:
+                case CANCEL_GIVER:
+                    if (w.gm)
+                        pd_move_cancel(w.gm, "asked", w.now);
+                    if (cut == CANCEL_GIVER)
+                        break;
+                    if (w.tm)
+                        pd_move_cancel(w.tm, "asked", w.now);
+                    break;
+                case CANCEL_TAKER:
+                    if ((known = w.tm && strcmp(pd_move_state(w.tm), "releasing")))        /* nothing to stop where it does not know of it, or has its copy */
+                        pd_move_cancel(w.tm, "asked", w.now);
+                    break;
+                case EXPIRE:
+                    w.now += PD_LEASE_TTL_US + 1;
+                    pd_xfer_tick(w.t, w.now);
+                    pd_leases_sweep(w.leases, w.now);
+                    pd_xfer_tick(w.g, w.now);
+                    break;
+                case REVOKE: pd_leases_revoke_all(w.leases, "asked", w.now); break;
+                case LOSE:
+                    pd_xfer_lost(w.g, "reset", w.now);
+                    pd_xfer_lost(w.t, "reset", w.now);
+                    break;
+                default: xf_close(&w); continue;       /* freed as it stands */
+                }
+                xf_drop_blocks(&w);
+                xf_pump(&w);
+                w.now += 1000000;       /* what was held back is never acknowledged */
+                for (int k = 0; k < 3; k++) {
+                    pd_xfer_tick(w.g, w.now);
+                    pd_xfer_tick(w.t, w.now);
+                    xf_pump(&w);
+                }
+                n = pd_leases_counts(w.leases);
+                if (n.live && cut != LOSE && known)
+                    fail_msg("end %d, %s, cut %d: %u leases live", end, st_name[s], cut, n.live);
+                if ((cut == LOSE || known) && pd_xfer_counts(w.g).moves + pd_xfer_counts(w.t).moves)
+                    fail_msg("end %d, %s, cut %d: %u and %u moves are left", end, st_name[s], cut, pd_xfer_counts(w.g).moves, pd_xfer_counts(w.t).moves);
+                if (cut < LOSE && cut != EXPIRE && (!pd_xfer_open(w.g) || !pd_xfer_open(w.t)))
+                    fail_msg("end %d, %s, cut %d: %s / %s", end, st_name[s], cut, w.last[0].err.msg, w.last[1].err.msg);
+                xf_close(&w);
+            }
+}
+
+/* A lease that ends in the middle of a chunk: the record that was begun is finished from a copy, its blocks are free at once, and what comes late is dropped. */
+static void revoked_in_the_middle_of_a_chunk(void **state)
+{
+    struct xf w;
+    struct pd_err e;
+    struct iovec v[8];
+    xf_open(&w, NULL, NULL);
+    xf_pump(&w);
+    assert_int_equal(xf_give(&w, "inline", &e), 0);
+    xf_pump(&w);
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    int n = pd_xfer_iov(w.g, v, 8, w.now, &e);
+    assert_true(n > 1);
+    size_t bytes = v[0].iov_len + 5;
+    assert_int_equal(pd_buf_add(&w.to_t, v[0].iov_base, v[0].iov_len, &e), 0);
+    assert_int_equal(pd_buf_add(&w.to_t, v[1].iov_base, 5, &e), 0);
+    pd_xfer_wrote(w.g, bytes, w.now);
+    assert_int_equal(pd_lease_revoke(w.leases, w.lease, "asked", w.now, &e), 0);
+    assert_int_equal(pd_leases_counts(w.leases).live, 0);
+    for (uint32_t i = 0; i < w.f.plan.n_blocks; i++)          /* reused at once */
+        memset(pd_pool_base(w.f.pool, w.f.blocks[i]), 0x55, 64);
+    xf_pump(&w);
+    assert_true(pd_xfer_open(w.g) && pd_xfer_open(w.t));
+    assert_int_equal(w.got[0][PD_XE_CANCELLED], 1);
+    assert_int_equal(w.got[1][PD_XE_CANCELLED] + w.got[1][PD_XE_FAILED], 1);
+    assert_int_equal(w.got[1][PD_XE_TAKEN], 0);
+    xf_close(&w);
+}
+
+/* In place: the owner takes its blocks back while they are read. The control page says so before anything else does. */
+static void fenced_in_place(void **state)
+{
+    struct xf w;
+    struct pd_err e;
+    xf_open(&w, NULL, NULL);
+    w.take.in_place = true;
+    xf_pump(&w);
+    assert_int_equal(xf_give(&w, "shm", &e), 0);
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    xf_pump(&w);
+    assert_int_equal(w.got[1][PD_XE_TAKEN], 1);
+    assert_true(pd_take_valid(w.tm, w.now));
+    assert_int_equal(pd_leases_counts(w.leases).live, 1);
+    w.now += 4000000;
+    pd_xfer_tick(w.t, w.now);
+    assert_int_equal(w.to_g.n, 0);
+    w.now += 2000000;                   /* a sixth of the lease: renewed */
+    pd_xfer_tick(w.t, w.now);
+    xf_pump(&w);
+    struct pd_lease_info i;
+    assert_true(pd_lease_info(w.leases, w.lease, &i));
+    assert_int_equal(i.expires_us, w.now + PD_LEASE_TTL_US);
+    assert_int_equal(pd_lease_revoke(w.leases, w.lease, "out of blocks", w.now, &e), 0);
+    assert_false(pd_take_valid(w.tm, w.now));       /* before any record came */
+    xf_drop_blocks(&w);
+    xf_pump(&w);
+    assert_int_equal(w.got[1][PD_XE_CANCELLED], 1);
+    assert_non_null(strstr(w.last[1].err.msg, "out of blocks"));
+    assert_int_equal(w.got[0][PD_XE_CANCELLED], 1);
+    xf_close(&w);
+}
+
+/* A reader that stands still does not renew: the sweep ends its lease, and what it says afterwards is answered. */
+static void a_reader_that_stood_still(void **state)
+{
+    struct xf w;
+    struct pd_err e;
+    xf_open(&w, NULL, NULL);
+    w.take.in_place = true;
+    xf_pump(&w);
+    assert_int_equal(xf_give(&w, "shm", &e), 0);
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    xf_pump(&w);
+    w.now += PD_LEASE_TTL_US;
+    assert_int_equal(pd_leases_sweep(w.leases, w.now), 1);
+    pd_xfer_tick(w.g, w.now + 1000000);         /* it does not acknowledge either */
+    xf_flush(&w, false);
+    w.to_t.n = 0;                               /* nor has it read that */
+    xf_events(&w);
+    assert_int_equal(w.got[0][PD_XE_CANCELLED], 1);
+    assert_false(pd_take_valid(w.tm, w.now));
+    xf_drop_blocks(&w);
+    struct pd_buf b = { 0 };
+    make_rec(&w, R_READING, true, &b);
+    assert_int_equal(pd_xfer_feed(w.g, b.p, b.n, w.now, &e), 0);
+    pd_buf_free(&b);
+    xf_pump(&w);
+    assert_int_equal(w.got[1][PD_XE_FAILED], 1);
+    assert_int_equal(w.last[1].err.code, PD_ETIME);
+    xf_close(&w);
+}
+
+/* ---- damage ---- */
+
+static void a_flipped_byte(void **state)
+{
+    for (int shm = 0; shm < 3; shm++)
+        for (uint32_t chunk = 0; chunk < 15; chunk += 7) {
+            struct xf w;
+            struct pd_err e;
+            xf_open(&w, NULL, NULL);
+            w.take.in_place = shm == 2;
+            xf_pump(&w);
+            assert_int_equal(xf_give(&w, shm ? "shm" : "inline", &e), 0);
+            xf_pump(&w);
+            assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+            if (shm) {      /* after the sums were made, before they are verified */
+                xf_flush(&w, false);
+                uint32_t block = w.f.blocks[chunk / 3 * XF_CHUNK];
+                pd_pool_base(w.f.pool, block)[pd_pool_off(w.f.pool, (int)(chunk % 3), 1) + 3] ^= 4;
+            } else {
+                xf_flush(&w, false);
+                w.to_t.p[w.to_t.n / 2] ^= 4;
+            }
+            xf_pump(&w);
+            assert_int_equal(w.got[1][PD_XE_TAKEN], 0);
+            if (shm) {
+                assert_int_equal(w.got[1][PD_XE_FAILED], 1);
+                assert_int_equal(w.last[1].err.code, PD_ECORRUPT);
+                assert_non_null(strstr(w.last[1].err.msg, "checksum"));
+                assert_int_equal(w.got[0][PD_XE_FAILED], 1);
+                assert_int_equal(w.last[0].err.code, PD_ECORRUPT);
+                assert_true(pd_xfer_open(w.g) && pd_xfer_open(w.t));
+                assert_int_equal(pd_leases_counts(w.leases).live, 1);  /* for somebody else to try */
+            }
+            xf_close(&w);
+        }
+}
+
+/* Offers that are whole, yet lie or are stale: each is refused by name, and the connection lives. */
+static void offers_that_lie(void **state)
+{
+    static const char *const words[] = { "epoch differs (prefill 4, decode 3)", "another life", "not the one that the prefill side said hello with", "layout_hash differs", "payload by 'rdma'",
+                                         "there is none", "runs[0]", "name 12 blocks, the tokens take 13", "retired", "make no sense", "chunk_blocks", "bytes" };
+    static const int code[] = { PD_EINCOMPAT, PD_ETIME, PD_EINCOMPAT, PD_EINCOMPAT, PD_EINCOMPAT, PD_ECORRUPT, PD_ECORRUPT, PD_ECORRUPT, PD_ETIME, PD_ECORRUPT, PD_ECORRUPT, PD_ECORRUPT };
+    for (int i = 0; i < 12; i++) {
+        struct xf w;
+        struct pd_err e = { 0 };
+        struct pd_arena a = { 0 };
+        struct pd_kvdesc d;
+        struct pd_buf b = { 0 }, lease = { 0 };
+        msgpack_sbuffer other;
+        xf_open(&w, NULL, NULL);
+        xf_pump(&w);
+        memset(w.lease, 7, 16);
+        make_rec(&w, R_OFFER, true, &b);
+        if (pd_kvdesc_decode(b.p, b.n, &a, &d, &e))
+            fail_msg("%s", e.msg);
+        fix_fp(&other, "rope_theta", 7, "x");
+        switch (i) {
+        case 0: d.epoch = 4; break;
+        case 1: d.gen[0] ^= 1; break;
+        case 2: d.fp_fields = (struct pd_bin){ (uint8_t *)other.data, other.size }; pd_sha256(other.data, other.size, d.fp_sha, &e); break;
+        case 3: d.layout.kv_heads = 4; d.layout.layout_hash = pd_layout_hash(&d.layout); break;
+        case 4: strcpy(d.payload.scheme, "rdma"); break;
+        case 5: d.lease = (struct pd_bin){ NULL, 0 }; break;
+        case 6: d.payload.runs[0].base += 1; break;
+        case 7: d.payload.runs[d.payload.n_runs - 1].len -= pd_pool_layer_bytes(w.pool); break;
+        case 8:         /* a newer one came, then this */
+            assert_int_equal(pd_xfer_feed(w.t, b.p, b.n, w.now, &e), 0);
+            xf_events(&w);
+            d.gen[15]--;
+            break;
+        case 9:
+            assert_int_equal(pd_lease_rec_encode(&(struct pd_lease_rec){ .owner = { "", 0 }, .ttl_us = 5, .renew_us = 6 }, &lease, &e), 0);
+            d.lease = (struct pd_bin){ lease.p, lease.n };
+            break;
+        case 10: d.payload.chunk_blocks = 0; break;
+        default: d.payload.bytes++; break;
+        }
+        b.n = 0;
+        assert_int_equal(pd_kvdesc_encode(&d, &b, &e), 0);
+        assert_int_equal(pd_xfer_feed(w.t, b.p, b.n, w.now, &e), 0);
+        xf_events(&w);
+        xf_flush(&w, true);
+        const struct pd_buf *out = &w.to_g;         /* the last record is the refusal */
+        const uint8_t *p = out->p;
+        for (size_t left = out->n, len; left; p += len, left -= len) {
+            struct pd_frame_scan s = { 0 };
+            assert_int_equal(pd_frame_next(&s, p, left, left, &len, &e), 1);
+            if (left == len)
+                break;
+        }
+        struct pd_error_rec r;
+        struct pd_arena ra = { 0 };
+        if (pd_error_decode(p, (size_t)(out->p + out->n - p), &ra, &r, &e))
+            fail_msg("%d: %s", i, e.msg);
+        char text[500];
+        snprintf(text, sizeof text, "%.*s", (int)r.message.n, r.message.p);
+        if (r.code != -code[i] || !strstr(text, words[i]))
+            fail_msg("%d: %d %s", i, r.code, text);
+        assert_true(pd_xfer_open(w.t));
+        if (i != 8)
+            assert_int_equal(w.got[1][PD_XE_FAILED], 1);
+        w.to_g.n = 0;
+        pd_arena_free(&a);
+        pd_arena_free(&ra);
+        pd_buf_free(&b);
+        pd_buf_free(&lease);
+        msgpack_sbuffer_destroy(&other);
+        xf_close(&w);
+    }
+}
+
+/* Slabs that cannot be mapped safely: shm is over, offers that wait for it are refused, inline goes on. */
+static void slabs_that_are_not_safe(void **state)
+{
+    for (int i = 0; i < 4; i++) {
+        static const char *const words[] = { "not sealed against shrinking", "bytes, not", "without its descriptor", "neither slab nor control" };
+        struct xf w;
+        struct pd_err e = { 0 };
+        struct pd_buf b = { 0 };
+        xf_open(&w, NULL, NULL);
+        w.no_fds = true;
+        xf_pump(&w);
+        assert_int_equal(xf_give(&w, "shm", &e), 0);
+        xf_pump(&w);
+        assert_int_equal(w.got[1][PD_XE_OFFERED], 0);
+        int fd = memfd_create("bad", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        assert_int_equal(ftruncate(fd, i == 1 ? 4096 : (off_t)pd_pool_slab_bytes(w.f.pool)), 0);
+        if (i)
+            assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+        struct pd_slab_rec r = { .what = "slab" };
+        if (i == 3)
+            strcpy(r.what, "glacier");
+        assert_int_equal(pd_slab_encode(&r, &b, &e), 0);
+        union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int))]; } c = { .room = { 0 } };
+        struct iovec v = { b.p, b.n };
+        struct msghdr m = { .msg_iov = &v, .msg_iovlen = 1, .msg_control = c.room, .msg_controllen = sizeof c.room };
+        struct cmsghdr *h = CMSG_FIRSTHDR(&m);
+        *h = (struct cmsghdr){ .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int)) };
+        memcpy(CMSG_DATA(h), &fd, sizeof fd);
+        if (i == 2)
+            m.msg_controllen = 0;
+        assert_int_equal(sendmsg(w.sock[0], &m, 0), (ssize_t)b.n);
+        close(fd);
+        pd_buf_free(&b);
+        int rc = pd_xfer_fds(w.t, w.sock[1], w.now, &e);
+        if (rc != (i ? PD_ECORRUPT : PD_EINCOMPAT) || !strstr(e.msg, words[i]))
+            fail_msg("%d: %d %s", i, rc, e.msg);
+        xf_pump(&w);
+        assert_int_equal(w.got[1][PD_XE_FAILED], 1);
+        assert_int_equal(w.got[0][PD_XE_FAILED], 1);
+        assert_non_null(strstr(w.last[0].err.msg, words[i]));
+        assert_int_equal(pd_xfer_fds(w.t, w.sock[1], w.now, &e), rc);
+        pd_leases_revoke_all(w.leases, "again", w.now);
+        xf_regen(&w);
+        assert_int_equal(xf_give(&w, "inline", &e), 0);
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        xf_pump(&w);
+        assert_true(xf_same(&w));
+        xf_close(&w);
+    }
+}
+
+/* ---- time ---- */
+
+static void limits(void **state)
+{
+    for (int i = 0; i < 6; i++) {
+        static const char *const words[] = { "was not answered within 5000 ms", "did not come within 5000 ms", "nothing came for 30000 ms", "its deadline passed", "nothing moved for 30000 ms",
+                                             "does not acknowledge its release" };
+        static const int at[] = { GIVE, T_SHM, T_INLINE, T_INLINE, GIVE, T_INLINE }, st[] = { S_OFFERED, S_WAITING, S_MOVING, S_OFFERED, S_CLOSED, S_RELEASING };
+        static const int64_t us[] = { 5000000, 5000000, 30000000, 777, 30000000, 5000000 };
+        struct xf w;
+        struct pd_err e;
+        assert_true(bring(&w, at[i], st[i]));
+        w.no_fds = true;
+        int who = at[i] != GIVE;
+        struct pd_xfer *x = who ? w.t : w.g;
+        if (i == 3)
+            assert_int_equal(pd_take(w.tm, &(struct pd_take){ .deadline = w.now + 777 }, w.now, &e), 0);
+        pd_xfer_tick(x, w.now + us[i] - 1);
+        xf_events(&w);
+        if (w.got[who][PD_XE_FAILED] || w.got[who][PD_XE_UNACKED])
+            fail_msg("%d: too early: %s", i, w.last[who].err.msg);
+        assert_true(pd_xfer_next(x) <= w.now + us[i]);
+        pd_xfer_tick(x, w.now + us[i]);
+        xf_events(&w);
+        if (!w.got[who][i == 5 ? PD_XE_UNACKED : PD_XE_FAILED] || w.last[who].err.code != PD_ETIME || !strstr(w.last[who].err.msg, words[i]))
+            fail_msg("%d: %s", i, w.last[who].err.msg);
+        assert_true(pd_xfer_open(x));
+        w.to_g.n = w.to_t.n = 0;
+        xf_close(&w);
+    }
+}
+
+/* A prefill that takes long is no stall, and its lease is kept meanwhile. */
+static void a_slow_prefill(void **state)
+{
+    for (int shm = 0; shm < 2; shm++) {
+        struct xf w;
+        struct pd_err e;
+        xf_open(&w, NULL, &(struct pd_xfer_opts){ .epoch = 3, .stall_us = INT64_MAX / 8 });
+        w.take.in_place = true;
+        xf_pump(&w);
+        assert_int_equal(xf_give(&w, shm ? "shm" : "inline", &e), 0);
+        xf_pump(&w);
+        for (int s = 0; s < 300; s++) {
+            int64_t gn = pd_xfer_next(w.g), tn = pd_xfer_next(w.t), next = gn < tn ? gn : tn;
+            assert_true(next > w.now);
+            w.now += 1000000;
+            pd_xfer_tick(w.g, w.now);
+            pd_xfer_tick(w.t, w.now);
+            xf_pump(&w);
+            assert_int_equal(pd_leases_sweep(w.leases, w.now), 0);
+        }
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        xf_pump(&w);
+        assert_true(xf_same(&w));
+        xf_close(&w);
+    }
+}
+
+/* ---- held, resumed, committed ---- */
+
+static void what_is_held_is_not_sent(void **state)
+{
+    for (int shm = 0; shm < 3; shm++) {
+        struct xf w;
+        struct pd_err e;
+        uint32_t held[8];
+        xf_open(&w, NULL, NULL);
+        xf_pump(&w);
+        assert_int_equal(pd_pool_take(w.pool, 8, held, &e), 0);        /* 8 blocks: two whole ranges of 3 */
+        for (int i = 0; i < 8; i++)
+            for (int l = 0; l < 3; l++)
+                for (int v = 0; v < 2; v++)
+                    memcpy(pd_pool_base(w.pool, held[i]) + pd_pool_off(w.pool, l, v), pd_pool_base(w.f.pool, w.f.blocks[i]) + pd_pool_off(w.f.pool, l, v), pd_pool_layer_bytes(w.pool));
+        w.take = (struct pd_take){ .held = held, .n_held = 8, .in_place = shm == 2 };
+        assert_int_equal(xf_give(&w, shm ? "shm" : "inline", &e), 0);
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        xf_pump(&w);
+        assert_true(xf_same(&w));
+        for (int i = 0; i < 6; i++)
+            assert_int_equal(w.blocks[i], held[i]);
+        assert_int_not_equal(w.blocks[6], held[6]);
+        if (shm < 2)
+            assert_int_equal(w.got[0][PD_XE_RELEASED], 1);
+        for (int i = 0; i < 8; i++)
+            pd_pool_put(w.pool, held[i]);
+        if (!shm)
+            assert_int_equal(pd_xfer_counts(w.t).bytes_in, 7 * 3 * 2 * pd_pool_layer_bytes(w.pool));
+        xf_close(&w);
+    }
+}
+
+/* The link dies when some chunks are through; over the next one, also by another way, only the rest goes. */
+static void resumed(void **state)
+{
+    for (int way = 0; way < 4; way++) {
+        struct xf w;
+        struct pd_err e;
+        xf_open(&w, NULL, NULL);
+        xf_pump(&w);
+        assert_int_equal(xf_give(&w, way & 1 ? "shm" : "inline", &e), 0);
+        xf_pump(&w);
+        pd_give_ready(w.gm, 0, 7);
+        xf_pump(&w);
+        pd_xfer_lost(w.t, "reset", w.now);
+        pd_xfer_lost(w.g, "reset", w.now);
+        xf_pump(&w);
+        assert_int_equal(w.got[1][PD_XE_FAILED], 1);
+        assert_int_equal(w.got[0][PD_XE_FAILED], 1);
+        assert_non_null(w.parked);
+        assert_int_equal(pd_import_missing(w.parked), 8);
+        assert_int_equal(pd_leases_counts(w.leases).live, 1);
+        xf_close_ends(&w);
+        xf_open_ends(&w, NULL, NULL);
+        w.take.resume = w.parked;
+        w.parked = NULL;
+        xf_pump(&w);
+        struct pd_give g = { .desc = &w.f.d, .blocks = w.f.blocks, .chunk_blocks = XF_CHUNK, .via = way & 2 ? "shm" : "inline" };
+        memcpy(g.lease, w.lease, 16);
+        assert_int_equal(pd_give(w.g, &g, w.now, &w.gm, &e), 0);
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        xf_pump(&w);
+        w.take.resume = NULL;
+        if (!xf_same(&w))
+            fail_msg("way %d: %s", way, w.last[1].err.msg);
+        assert_int_equal(pd_leases_counts(w.leases).released, 1);
+        xf_close(&w);
+    }
+}
+
+static void another_run_does_not_resume(void **state)
+{
+    struct xf w;
+    struct pd_err e;
+    xf_open(&w, NULL, NULL);
+    xf_pump(&w);
+    assert_int_equal(xf_give(&w, "inline", &e), 0);
+    xf_pump(&w);
+    pd_xfer_lost(w.t, "reset", w.now);
+    xf_events(&w);
+    pd_leases_revoke_all(w.leases, "again", w.now);
+    xf_regen(&w);
+    xf_close_ends(&w);
+    xf_open_ends(&w, NULL, NULL);
+    w.take.resume = w.parked;
+    w.parked = NULL;
+    xf_pump(&w);
+    assert_int_equal(xf_give(&w, "inline", &e), 0);
+    xf_pump(&w);
+    w.take.resume = NULL;
+    assert_int_equal(w.got[1][PD_XE_FAILED], 2);
+    assert_non_null(strstr(w.last[1].err.msg, "gen of this offer is not that of the one before"));
+    xf_close(&w);
+}
+
+static void committed_over_the_next_connection(void **state)
+{
+    for (int shm = 0; shm < 2; shm++) {
+        struct xf w;
+        struct pd_err e;
+        char run[27];
+        uint8_t gen[16], lease[16];
+        xf_open(&w, NULL, NULL);
+        xf_pump(&w);
+        assert_int_equal(xf_give(&w, shm ? "shm" : "inline", &e), 0);
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        while (!w.got[1][PD_XE_TAKEN]) {
+            xf_flush(&w, false);
+            if (!xf_feed_one(&w, true))
+                pd_xfer_work(w.t, 1 << 20, w.now);
+            if (!w.got[1][PD_XE_TAKEN] && pd_xfer_counts(w.g).moves && !w.got[0][PD_XE_VERIFIED]) {
+                xf_flush(&w, true);
+                if (!w.tm || strcmp(pd_move_state(w.tm), "releasing"))
+                    xf_feed_one(&w, false);
+            }
+            xf_fds(&w);
+            xf_events(&w);
+        }
+        memcpy(run, pd_move_run(w.tm), sizeof run);
+        memcpy(gen, pd_move_gen(w.tm), sizeof gen);
+        assert_int_equal(pd_move_lease(w.tm) != NULL, shm);
+        if (shm)
+            memcpy(lease, pd_move_lease(w.tm), 16);
+        pd_xfer_lost(w.t, "reset", w.now);
+        pd_xfer_lost(w.g, "reset", w.now);
+        xf_events(&w);
+        assert_int_equal(w.got[1][PD_XE_UNACKED], 1);
+        assert_true(xf_same(&w));
+        assert_int_equal(pd_leases_counts(w.leases).live, 1);
+        xf_close_ends(&w);
+        xf_open_ends(&w, NULL, NULL);
+        xf_pump(&w);
+        for (int twice = 0; twice < 2; twice++) {
+            assert_int_equal(pd_xfer_commit(w.t, run, gen, shm ? lease : NULL, &e), 0);
+            w.to_t.n = 0;
+            xf_flush(&w, true);
+            while (xf_feed_one(&w, false)) {}
+            assert_int_equal(pd_leases_counts(w.leases).released, 1);
+            assert_true(pd_xfer_open(w.g));
+        }
+        xf_pump(&w);
+        if (!pd_xfer_open(w.t))
+            fail_msg("%s", w.last[1].err.msg);
+        xf_close(&w);
+    }
+}
+
+/* ---- anything, in any order ---- */
+
+static void random_walks(void **state)
+{
+    for (uint64_t seed0 = 1; seed0 <= 400; seed0++) {
+        struct xf w;
+        struct pd_err e;
+        uint64_t seed = seed0;
+        uint32_t taken = 0;
+        xf_open(&w, NULL, NULL);
+        w.take.in_place = seed0 & 1;
+        xf_pump(&w);
+        for (int step = 0; step < 60; step++) {
+            uint64_t r = fix_random(&seed);
+            if (!pd_xfer_open(w.g) || !pd_xfer_open(w.t))
+                fail_msg("seed %" PRIu64 ": %s / %s", seed0, w.last[0].err.msg, w.last[1].err.msg);
+            switch (r % 13) {
+            case 0: case 1:
+                if (!w.gm) {
+                    xf_regen(&w);
+                    if (xf_give(&w, r >> 8 & 1 ? "shm" : "inline", &e))
+                        w.gm = NULL;
+                }
+                break;
+            case 2: if (w.gm) pd_give_ready(w.gm, (uint32_t)(r >> 8) % 15, (uint32_t)(r >> 16) % 6); break;
+            case 3: if (w.gm) pd_give_finish(w.gm, &w.f.d, &e); break;
+            case 4: if (r >> 8 & 1) pd_leases_revoke_all(w.leases, "asked", w.now); break;
+            case 5: if (w.gm && !(r >> 8 & 3)) pd_move_cancel(w.gm, "asked", w.now); break;
+            case 6: if (w.tm && !(r >> 8 & 3)) pd_move_cancel(w.tm, "asked", w.now); break;
+            case 7: if (w.tm) { xf_drop_blocks(&w); pd_take_release(w.tm, w.now); } break;
+            case 8:
+                w.now += (int64_t)(r >> 8) % 3000000;
+                pd_xfer_tick(w.g, w.now);
+                pd_leases_sweep(w.leases, w.now);
+                pd_xfer_tick(w.t, w.now);
+                break;
+            case 9: for (uint64_t k = r >> 8 & 15; k--;) xf_feed_one(&w, true); break;
+            case 10: for (uint64_t k = r >> 8 & 15; k--;) xf_feed_one(&w, false); break;
+            case 11: pd_xfer_work(w.t, r >> 8 & 4095, w.now); break;
+            default: xf_flush(&w, r >> 8 & 1); break;
+            }
+            xf_fds(&w);
+            xf_events(&w);
+            if (w.got[1][PD_XE_TAKEN] > taken) {       /* what was taken is right, whatever went on around it: its lease may have ended since, but nobody wrote there */
+                taken = w.got[1][PD_XE_TAKEN];
+                assert_true(!w.blocks || xf_same(&w));
+            }
+        }
+        xf_drop_blocks(&w);
+        if (w.tm)
+            pd_take_release(w.tm, w.now);
+        xf_pump(&w);
+        for (int k = 0; k < 40; k++) {
+            w.now += 1000000;
+            pd_xfer_tick(w.g, w.now);
+            pd_leases_sweep(w.leases, w.now);
+            pd_xfer_tick(w.t, w.now);
+            if (w.tm)
+                pd_take_release(w.tm, w.now);
+            xf_drop_blocks(&w);
+            xf_pump(&w);
+        }
+        assert_int_equal(pd_xfer_counts(w.t).moves, 0);
+        xf_close(&w);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(handed_over), cmocka_unit_test(hundreds_at_once), cmocka_unit_test(ends_that_do_not_fit), cmocka_unit_test(strange_hellos),
-        cmocka_unit_test(every_record_in_every_state),
+        cmocka_unit_test(every_record_in_every_state), cmocka_unit_test(cut_in_each_state), cmocka_unit_test(revoked_in_the_middle_of_a_chunk),
+        cmocka_unit_test(fenced_in_place), cmocka_unit_test(a_reader_that_stood_still), cmocka_unit_test(a_flipped_byte), cmocka_unit_test(offers_that_lie),
+        cmocka_unit_test(slabs_that_are_not_safe), cmocka_unit_test(limits), cmocka_unit_test(a_slow_prefill), cmocka_unit_test(what_is_held_is_not_sent),
+        cmocka_unit_test(resumed), cmocka_unit_test(another_run_does_not_resume), cmocka_unit_test(committed_over_the_next_connection), cmocka_unit_test(random_walks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
