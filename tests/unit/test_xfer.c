@@ -1046,8 +1046,59 @@ static void random_walks(void **state)
     }
 }
 
-int main(void)
+/* `test_xfer seeds DIR`: what each end of a hand-over says, as seeds of tests/fuzz/fuzz_xfer (its first byte first). */
+static int write_seeds(const char *dir)
 {
+    static const struct { const char *name, *via; bool in_place, cancel; } k[] = { { "inline", "inline", false, false }, { "shm", "shm", false, false }, { "place", "shm", true, false },
+                                                                                 { "cancel", "inline", false, true } };
+    for (int i = 0; i < 4; i++) {
+        static const uint8_t gen[16] = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 };
+        struct xf w;
+        struct pd_err e;
+        xf_open(&w, NULL, NULL);
+        w.logging = true;
+        w.take.in_place = k[i].in_place;
+        xf_pump(&w);
+        if (i)          /* by the taker's fuzzing end the offer's life is its hello's; the giver's own is fixed there */
+            memcpy(w.f.d.gen + 8, gen + 8, 8);
+        strcpy(w.f.d.run, "01ARZ3NDEKTSV4RRFFQ69G5FAV");
+        if (xf_give(&w, k[i].via, &e))
+            return 1;
+        xf_pump(&w);
+        if (k[i].cancel)
+            pd_move_cancel(w.tm, "asked", w.now);
+        else
+            pd_give_finish(w.gm, &w.f.d, &e);
+        xf_pump(&w);
+        if (w.tm)
+            pd_take_release(w.tm, w.now);
+        xf_pump(&w);
+        for (int end = 0; end < 2; end++) {
+            char path[300];
+            struct pd_buf *b = &w.log[end];
+            snprintf(path, sizeof path, "%s/%s-%s", dir, end ? "giver" : "taker", k[i].name);
+            if (end)    /* what the taker said goes to a giver, whose generation is fixed */
+                for (size_t at = 0; at + 16 <= b->n; at++)
+                    if (!memcmp(b->p + at, w.f.d.gen, 16))
+                        memcpy(b->p + at, gen, 16);
+            FILE *f = fopen(path, "wb");
+            if (!f)
+                return 1;
+            fputc((end ? 1 : 0) | (k[i].in_place ? 2 : 0), f);
+            fwrite(b->p, 1, b->n, f);
+            fclose(f);
+            pd_buf_free(b);
+        }
+        xf_drop_blocks(&w);
+        xf_close(&w);
+    }
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc == 3 && !strcmp(argv[1], "seeds"))
+        return write_seeds(argv[2]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(handed_over), cmocka_unit_test(hundreds_at_once), cmocka_unit_test(ends_that_do_not_fit), cmocka_unit_test(strange_hellos),
         cmocka_unit_test(every_record_in_every_state), cmocka_unit_test(cut_in_each_state), cmocka_unit_test(revoked_in_the_middle_of_a_chunk),

@@ -26,7 +26,10 @@ struct xf {
     bool manual;                        /* it is not */
     uint32_t *blocks, n_blocks;         /* taken */
     struct pd_import *parked;
+    struct pd_buf log[2];               /* all that each end wrote, when logging */
+    bool logging;
     bool no_fds;
+    bool may_cut;                       /* a record may be cut: the connection ended for want of memory */
 };
 
 static inline void xf_open_ends(struct xf *w, const struct pd_xfer_opts *g, const struct pd_xfer_opts *t)
@@ -137,7 +140,9 @@ static inline bool xf_flush(struct xf *w, bool from_taker)
         size_t bytes = 0, take = v[0].iov_len > 700 ? 700 : v[0].iov_len;       /* in small pieces, so that partial writes are common */
         for (int i = 0; i < n && bytes < take; i++) {
             size_t k = v[i].iov_len < take - bytes ? v[i].iov_len : take - bytes;
-            assert_int_equal(pd_buf_add(b, v[i].iov_base, k, NULL), 0);
+            while (pd_buf_add(b, v[i].iov_base, k, NULL)) {}    /* a drill makes one allocation fail: not this one's turn */
+            if (w->logging)
+                pd_buf_add(&w->log[from_taker], v[i].iov_base, k, NULL);
             bytes += k;
         }
         pd_xfer_wrote(x, bytes, w->now);
@@ -154,7 +159,11 @@ static inline bool xf_feed_one(struct xf *w, bool to_taker)
     size_t len;
     if (!b->n)
         return false;
-    assert_int_equal(pd_frame_next(&s, b->p, b->n, PD_MAX_RECORD_DEFAULT, &len, NULL), 1);
+    if (pd_frame_next(&s, b->p, b->n, PD_MAX_RECORD_DEFAULT, &len, NULL) != 1) {
+        assert_true(w->may_cut);
+        b->n = 0;
+        return false;
+    }
     pd_xfer_feed(to_taker ? w->t : w->g, b->p, len, w->now, NULL);
     memmove(b->p, b->p + len, b->n -= len);
     return true;

@@ -1,0 +1,241 @@
+/* Two processes over sockets, one of them killed (-9) at each of its steps: the other ends cleanly, holds nothing, leaks no descriptor, and what it took is right. */
+#include <dirent.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include "../../libcommon/base/clock.h"
+#include "../../libcommon/base/proc.h"
+#include "xfer_fixture.h"
+
+struct end {
+    struct fix *f;
+    int sock, fds;
+    bool giving, in_place, eof, fds_open;
+    const char *via;
+    int kill_at, steps;
+    struct pd_pool *pool;
+    struct pd_leases *leases;
+    struct pd_xfer *x;
+    struct pd_move *m;
+    uint8_t lease[16];
+    struct pd_buf in;
+    uint32_t got[16];
+    bool given;
+    int wrong;                          /* line of what was wrong */
+};
+#define MUST(c) do { if (!(c) && !w->wrong) w->wrong = __LINE__; } while (0)
+
+static void step(struct end *w)
+{
+    if (++w->steps == w->kill_at)
+        raise(SIGKILL);
+}
+
+static int fds_of(void)
+{
+    DIR *d = opendir("/proc/self/fd");
+    int n = 0;
+    while (readdir(d))
+        n++;
+    closedir(d);
+    return n;
+}
+
+static void events(struct end *w, int64_t now)
+{
+    struct pd_xfer_event ev;
+    struct pd_err e;
+    while (pd_xfer_event(w->x, &ev)) {
+        step(w);
+        w->got[ev.kind]++;
+        if (ev.move)
+            w->m = ev.last ? NULL : ev.move;
+        switch (ev.kind) {
+        case PD_XE_READY:
+            if (!w->giving)
+                break;
+            MUST(!pd_lease_grant(w->leases, w->f->d.run, w->f->d.gen, w->f->blocks, w->f->plan.n_blocks, 0, now, w->lease, &e));
+            MUST(!pd_lease_fill(w->leases, w->lease, &e));
+            struct pd_give g = { .desc = &w->f->d, .blocks = w->f->blocks, .chunk_blocks = XF_CHUNK, .via = w->via };
+            memcpy(g.lease, w->lease, 16);
+            MUST(!pd_give(w->x, &g, now, &w->m, &e));
+            w->given = true;
+            break;
+        case PD_XE_OFFERED: pd_take(ev.move, &(struct pd_take){ .in_place = w->in_place }, now, &e); break;
+        case PD_XE_ACCEPTED: MUST(!pd_give_finish(ev.move, &w->f->d, &e)); break;
+        case PD_XE_TAKEN: {
+            uint32_t n, *b = pd_take_blocks(ev.move, &n);
+            step(w);
+            MUST(b && n == w->f->plan.n_blocks && fix_same(w->f->pool, w->f->blocks, w->pool, b, n));
+            step(w);
+            for (uint32_t i = 0; b && i < n; i++)
+                pd_pool_put(w->pool, b[i]);
+            pd_free(b);
+            pd_take_release(ev.move, now);
+            break;
+        }
+        default: break;
+        }
+    }
+}
+
+static void write_out(struct end *w)
+{
+    struct iovec v[16];
+    int n;
+    while (!w->eof && (n = pd_xfer_iov(w->x, v, 16, pd_mono_us(), NULL)) > 0) {
+        step(w);
+        struct msghdr m = { .msg_iov = v, .msg_iovlen = (size_t)n };
+        ssize_t k = sendmsg(w->sock, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (k < 0) {
+            w->eof = errno != EAGAIN;
+            return;
+        }
+        pd_xfer_wrote(w->x, (size_t)k, pd_mono_us());
+    }
+}
+
+static void read_in(struct end *w)
+{
+    char buf[3000];
+    for (;;) {
+        ssize_t k = recv(w->sock, buf, sizeof buf, MSG_DONTWAIT);
+        if (k < 0 && errno == EAGAIN)
+            return;
+        if (k <= 0) {
+            w->eof = true;
+            return;
+        }
+        pd_buf_add(&w->in, buf, (size_t)k, NULL);
+        for (;;) {
+            struct pd_frame_scan s = { 0 };
+            size_t len;
+            if (pd_frame_next(&s, w->in.p, w->in.n, PD_MAX_RECORD_DEFAULT, &len, NULL) != 1)
+                break;
+            step(w);
+            if (pd_xfer_feed(w->x, w->in.p, len, pd_mono_us(), NULL))
+                w->eof = true;
+            memmove(w->in.p, w->in.p + len, w->in.n -= len);
+            step(w);
+        }
+    }
+}
+
+/* One end's life. 0, or the line of what was wrong. */
+static int live(struct end *w, pid_t peer)
+{
+    struct pd_err e;
+    int64_t start = pd_mono_us();
+    int before = fds_of();
+    struct pd_xfer_opts o = { .giving = w->giving, .unix_socket = true, .epoch = 3, .fp_fields = w->f->d.fp_fields, .peer_pid = peer, .peer_start = peer ? pd_proc_start(peer) : 0 };
+    w->fds_open = true;
+    if (w->giving) {
+        w->pool = w->f->pool;
+        MUST(!pd_gen_new(w->f->d.gen, &e));
+        MUST(!pd_leases_new(&(struct pd_leases_opts){ .pool = w->pool, .max = 8 }, &w->leases, &e));
+    } else
+        MUST(!pd_pool_new(&xf_geom, FIX_POOL_BYTES, &w->pool, &e));
+    o.pool = w->pool;
+    o.leases = w->leases;
+    MUST(!pd_xfer_new(&o, start, &w->x, &e));
+    while (!w->wrong && !w->eof && !w->got[PD_XE_RELEASED]) {
+        int64_t now = pd_mono_us();
+        pd_xfer_tick(w->x, now);
+        events(w, now);
+        if (w->fds_open && pd_xfer_open(w->x)) {
+            step(w);
+            w->fds_open = pd_xfer_fds(w->x, w->fds, now, &e) >= 0;
+        }
+        bool more = pd_xfer_work(w->x, 1, now);
+        events(w, now);
+        write_out(w);
+        struct pollfd p[2] = { { w->sock, POLLIN, 0 }, { w->fds_open ? w->fds : -1, w->giving ? 0 : POLLIN, 0 } };
+        poll(p, 2, more ? 0 : 5);
+        read_in(w);
+        MUST(now - start < 15000000);
+    }
+    if (w->eof)
+        pd_xfer_lost(w->x, "the peer is gone", pd_mono_us());
+    events(w, pd_mono_us());
+    MUST(w->got[PD_XE_CLOSED] || w->got[PD_XE_RELEASED]);
+    MUST(!w->m);
+    pd_xfer_free(w->x);
+    if (w->giving) {
+        pd_leases_reconcile(w->leases, NULL, pd_mono_us());
+        struct pd_lease_counts n = pd_leases_counts(w->leases);
+        if (n.live)         /* nobody reads under it: its time would end it */
+            MUST(pd_leases_sweep(w->leases, INT64_MAX) == n.live);
+        MUST(pd_leases_counts(w->leases).live == 0 && pd_leases_counts(w->leases).granted == w->given);
+        for (uint32_t i = 0; i < w->f->plan.n_blocks; i++)
+            pd_pool_put(w->f->pool, w->f->blocks[i]);
+        MUST(pd_pool_stats(w->f->pool).used == 0);
+        pd_leases_free(w->leases);
+    } else {
+        MUST(pd_pool_stats(w->pool).used == 0 && pd_pool_stats(w->pool).borrowed == 0);
+        pd_pool_free(w->pool);
+    }
+    pd_buf_free(&w->in);
+    MUST(fds_of() == before);
+    return w->wrong;
+}
+
+static void each_step(bool kill_giver, const char *via, bool in_place)
+{
+    for (int n = 1;; n++) {
+        struct fix f;
+        int s[2], fd[2], st, end_status[2];
+        fix_make(&f, &xf_geom, XF_TOKENS, XF_CHUNK, 3);
+        assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, s) | socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fd), 0);
+        pid_t pid[2];
+        for (int i = 1; i >= 0; i--) {          /* the taker first, so that the giver knows it */
+            if ((pid[i] = fork()) == 0) {
+                struct end w = { .f = &f, .sock = s[i], .fds = fd[i], .giving = i == 0, .in_place = in_place, .via = via, .kill_at = kill_giver == (i == 0) ? n : 0 };
+                close(s[!i]);
+                close(fd[!i]);
+                alarm(30);
+                int line = live(&w, i == 0 ? pid[1] : 0);
+                if (line)
+                    dprintf(2, "%s %s, %s killed at %d: line %d\n", via, i ? "taker" : "giver", kill_giver ? "giver" : "taker", n, line);
+                _exit(line ? 1 : 0);
+            }
+        }
+        for (int i = 0; i < 2; i++) {
+            close(s[i]);
+            close(fd[i]);
+        }
+        for (int i = 0; i < 2; i++) {
+            assert_int_equal(waitpid(pid[i], &st, 0), pid[i]);
+            end_status[i] = st;
+        }
+        int victim = end_status[!kill_giver], other = end_status[kill_giver];
+        if (!WIFEXITED(other) || WEXITSTATUS(other))
+            fail_msg("%s, %s killed at step %d: the other ended with %x", via, kill_giver ? "giver" : "taker", n, other);
+        fix_free(&f);
+        if (WIFEXITED(victim)) {
+            assert_int_equal(WEXITSTATUS(victim), 0);
+            assert_in_range(n, 10, 1000);
+            return;
+        }
+        assert_int_equal(WTERMSIG(victim), SIGKILL);
+    }
+}
+
+static void killed_giver(void **state)
+{
+    each_step(true, "inline", false);
+    each_step(true, "shm", false);
+    each_step(true, "shm", true);
+}
+
+static void killed_taker(void **state)
+{
+    each_step(false, "inline", false);
+    each_step(false, "shm", false);
+    each_step(false, "shm", true);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = { cmocka_unit_test(killed_giver), cmocka_unit_test(killed_taker) };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
