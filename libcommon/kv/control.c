@@ -1,11 +1,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include "../base/fault.h"
 #include "../base/hash.h"
 #include "control.h"
 #include "slab.h"
+
+enum { BYTES_MAX = 16 << 20 };
 
 int pd_control_new(uint32_t slots, struct pd_control *c, struct pd_err *e)
 {
@@ -37,8 +40,11 @@ int pd_control_map(int fd, struct pd_control *c, struct pd_err *e)
 {
     size_t bytes = 0;
     const uint8_t *map = NULL;
-    int rc = pd_slab_map(fd, "control page", 0, &map, &bytes, e);
+    struct stat st;
     *c = (struct pd_control){ .fd = -1 };
+    if (!fstat(fd, &st) && st.st_size > BYTES_MAX)
+        return pd_fail(e, PD_ECORRUPT, "control page of %lld bytes: at most %d make sense", (long long)st.st_size, BYTES_MAX);
+    int rc = pd_slab_map(fd, "control page", 0, &map, &bytes, e);
     if (!rc)
         *c = (struct pd_control){ .word = (_Atomic uint64_t *)(uintptr_t)map, .slots = (uint32_t)(bytes / sizeof(uint64_t)), .bytes = bytes, .fd = -1 };
     return rc;

@@ -52,9 +52,17 @@ static void id_of(const struct pd_leases *l, const struct lease *s, uint8_t id[P
 
 static bool live(const struct lease *s) { return s->state >= PD_LEASE_RESERVED && s->state <= PD_LEASE_READING; }
 
+static uint32_t active(const struct lease *s)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < s->n_readers; i++)
+        n += !s->reader[i].waits;
+    return n;
+}
+
 static void info_of(const struct pd_leases *l, const struct lease *s, struct pd_lease_info *i)
 {
-    *i = (struct pd_lease_info){ .state = s->state, .readers = s->n_readers, .n_blocks = s->n_blocks, .blocks = s->blocks, .granted_us = s->granted, .expires_us = s->expires,
+    *i = (struct pd_lease_info){ .state = s->state, .readers = active(s), .n_blocks = s->n_blocks, .blocks = s->blocks, .granted_us = s->granted, .expires_us = s->expires,
                                  .ttl_us = s->ttl, .was_read = s->was_read, .cause = s->cause };
     id_of(l, s, i->id);
     memcpy(i->gen, s->gen, sizeof i->gen);
@@ -235,7 +243,7 @@ static int go_on(struct pd_leases *l, const uint8_t *id, enum pd_lease_state fro
         return rc;
     if (s->state != from)
         return pd_fail(e, PD_EFAIL, "run %s: its lease is %s, not %s", s->run, state_name[s->state], state_name[from]);
-    s->state = to == PD_LEASE_PUBLISHED && s->n_readers ? PD_LEASE_READING : to;
+    s->state = to == PD_LEASE_PUBLISHED && active(s) ? PD_LEASE_READING : to;
     return 0;
 }
 
@@ -252,9 +260,16 @@ int pd_lease_read(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const 
         return pd_fail(e, PD_ETIME, "run %s: its lease expired %lld us ago", s->run, (long long)(now - s->expires));
     if (s->state == PD_LEASE_RESERVED)
         return pd_fail(e, PD_EFAIL, "run %s: its lease is reserved: there is nothing to read yet", s->run);
-    if (s->n_readers == PD_LEASE_READERS)
+    uint32_t at = 0;
+    while (at < s->n_readers && !(s->reader[at].waits && s->reader[at].ctx == who->ctx))
+        at++;
+    if (at == PD_LEASE_READERS)
         return pd_fail(e, PD_ENOMEM, "run %s: its lease has %d readers already", s->run, PD_LEASE_READERS);
-    s->reader[s->n_readers++] = *who;
+    s->reader[at] = *who;
+    if (at == s->n_readers)
+        s->n_readers++;
+    if (who->waits)
+        return 0;
     if (s->state == PD_LEASE_PUBLISHED)
         s->state = PD_LEASE_READING;
     if (!s->was_read) {
@@ -271,7 +286,7 @@ static bool drop_reader(struct lease *s, const void *ctx)
     for (uint32_t i = 0; i < s->n_readers; i++)
         if (!ctx || s->reader[i].ctx == ctx) {
             s->reader[i] = s->reader[--s->n_readers];
-            if (!s->n_readers && s->state == PD_LEASE_READING)
+            if (!active(s) && s->state == PD_LEASE_READING)
                 s->state = PD_LEASE_PUBLISHED;
             return true;
         }

@@ -37,7 +37,8 @@ const char *pd_lease_step_name(enum pd_lease_step s);   /* "lease_granted", ... 
 typedef void pd_lease_told_fn(void *ctx, enum pd_lease_step step, const struct pd_lease_info *l);
 /* Shut one reader out. true: nothing of it touches the blocks any more. false: it will call pd_lease_fenced. Must not call the ledger. */
 typedef bool pd_lease_fence_fn(void *ctx, const uint8_t id[PD_LEASE_ID_LEN]);
-struct pd_reader { int32_t pid; uint64_t start; pd_lease_fence_fn *fence; void *ctx; };   /* pid 0: not on this host; fence NULL: only the control page */
+/* pid 0: not on this host. fence NULL: only the control page. waits: it was offered and has not begun: it is shut out like a reader, and counts as none. */
+struct pd_reader { int32_t pid; uint64_t start; pd_lease_fence_fn *fence; void *ctx; bool waits; };
 
 struct pd_leases;
 struct pd_leases_opts { struct pd_pool *pool; uint32_t max /* live at once; 0: 4096 */; pd_lease_told_fn *told; void *ctx; };
@@ -51,7 +52,7 @@ int pd_lease_grant(struct pd_leases *l, const char *run, const uint8_t gen[PD_GE
 /* reserved > filling > published. PD_EFAIL out of order, PD_ETIME when it has ended. */
 int pd_lease_fill(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], struct pd_err *e);
 int pd_lease_publish(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], struct pd_err *e);
-/* One reader more, from filling on (layers leave as they are computed). PD_ETIME: ended, or gen is not the lease's; PD_EFAIL: nothing to read yet; PD_ENOMEM: too many readers. */
+/* One reader more, from filling on (layers leave as they are computed); with the ctx of one that waits: that one begins. PD_ETIME: ended, or gen is not the lease's; PD_EFAIL: nothing to read yet; PD_ENOMEM: too many readers. */
 int pd_lease_read(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN], const struct pd_reader *who, int64_t now, struct pd_err *e);
 /* A reader went without having finished (its connection is gone, and nothing of it reads any more): the lease lives on. By ctx. */
 void pd_lease_unread(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const void *ctx);

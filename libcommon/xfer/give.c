@@ -48,6 +48,11 @@ static struct pd_sending sending(const struct pd_move *m)
     return (struct pd_sending){ .pool = m->x->o.pool, .plan = &m->plan, .blocks = m->blocks, .desc = &m->head, .owner = m };
 }
 
+static struct pd_reader reader(struct pd_move *m, bool waits)
+{
+    return (struct pd_reader){ .pid = m->x->o.peer_pid, .start = m->x->o.peer_start, .fence = fence, .ctx = m, .waits = waits };
+}
+
 static int describe(struct pd_move *m, const struct pd_lease_info *lease, struct pd_err *e)
 {
     struct pd_kvdesc *d = &m->head;
@@ -92,7 +97,7 @@ int pd_give(struct pd_xfer *x, const struct pd_give *g, int64_t now, struct pd_m
     memcpy(m->head.gen, d->gen, sizeof d->gen);
     m->head.layout = d->layout;
     struct pd_kvdesc offer = *d;
-    struct pd_reader who = { .pid = x->o.peer_pid, .start = x->o.peer_start, .fence = fence, .ctx = m };
+    struct pd_reader who = reader(m, true);
     int rc = choose(x, g->via, m, e);
     rc = rc ? rc : pd_plan_make(&d->layout, d->n_tokens, g->chunk_blocks, &m->plan, e);
     if (!rc && (lease.n_blocks < m->plan.n_blocks || memcmp(lease.gen, d->gen, PD_GEN_LEN)))
@@ -117,11 +122,6 @@ int pd_give(struct pd_xfer *x, const struct pd_give *g, int64_t now, struct pd_m
     if (rc) {
         pd_x_give_end(m);
         pd_x_drop(m);
-        return rc;
-    }
-    if ((rc = pd_x_put(x, 0, NULL))) {
-        if (e)
-            *e = x->why;
         return rc;
     }
     *out = m;
@@ -182,6 +182,11 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
         rc = pd_x_fatal(x, PD_ECORRUPT, "accept for run %s: mode '%.11s' is not one that %s has", m->run, r.mode, m->tr->scheme);
     if (rc)
         goto out;
+    struct pd_reader who = reader(m, false);
+    if (pd_lease_read(x->o.leases, m->lease, m->gen, &who, x->now, &e)) {       /* it ran out, and the sweep has not come by yet */
+        pd_x_fail(m, &e, "ended");
+        goto out;
+    }
     m->n_left = m->plan.n_chunks;
     uint64_t layer_bytes = m->plan.n_blocks ? m->plan.bytes / m->plan.n_blocks / m->plan.layers : 0;
     m->bytes = 0;
@@ -354,6 +359,7 @@ static int pull_one(struct pd_move *m)
     for (uint32_t k = i; k < i + sent; k++) {
         SET_BIT(m->skip, k);
         m->bytes += chunk_len(m, k);
+        x->pulled += chunk_len(m, k);
     }
     m->n_left -= sent;
     m->at = i + sent < m->plan.n_chunks ? i + sent : 0;

@@ -6,7 +6,8 @@
 #include "../kv/fingerprint.h"
 #include "proto_in.h"
 
-enum { WAITING_MAX = 64 << 20 /* bytes of records for a peer that does not read */, ROOM = 64 << 10 /* the next chunk is made when less than this waits */ };
+enum { WAITING_MAX = 64 << 20 /* bytes of records for a peer that does not read */, ROOM = 64 << 10 /* the next chunk is made when less than this waits */,
+       PULL = 4 << 20 /* payload that is hashed in one go, about */ };
 
 static int64_t limit(int64_t us, int64_t otherwise) { return us > 0 ? us : otherwise; }
 
@@ -609,13 +610,10 @@ int64_t pd_xfer_next(const struct pd_xfer *x)
 int pd_xfer_iov(struct pd_xfer *x, struct iovec *v, int max, int64_t now, struct pd_err *e)
 {
     x->now = now;
-    while (x->state == X_OPEN && x->o.giving && !pd_out_has_chunk(&x->out) && pd_out_waiting(&x->out) < ROOM) {
-        int rc = pd_x_give_pull(x);
-        if (rc < 0)
+    x->pulled = 0;
+    while (x->state == X_OPEN && x->o.giving && !pd_out_has_chunk(&x->out) && pd_out_waiting(&x->out) < ROOM && x->pulled < PULL)
+        if (pd_x_give_pull(x) <= 0)
             break;
-        if (!rc)
-            break;
-    }
     int n = pd_out_iov(&x->out, v, max);
     return n ? n : closed(x, e);
 }

@@ -66,6 +66,7 @@ struct pd_xfer {
     uint32_t n_via;
     char via_text[256];
     struct pd_out out;
+    uint64_t pulled;                    /* payload bytes hashed in this call of pd_xfer_iov */
     struct pd_move *moves, *turn;       /* all; whose chunk is next */
     struct pd_seen gone;                /* run and gen of moves that are over */
     struct pd_xfer_counts n;

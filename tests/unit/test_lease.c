@@ -307,6 +307,43 @@ static void a_reader_in_another_process(void **state)
 }
 
 /* A dead reader's fence never answers: the reconciler answers for it. */
+/* Offered and not begun: shut out like a reader, and not counted as one. */
+static uint32_t fences;
+static bool count_fence(void *ctx, const uint8_t *id) { fences++; return true; }
+static void a_reader_that_waits(void **state)
+{
+    struct world w;
+    struct pd_err e;
+    struct pd_lease_info i;
+    uint8_t id[16];
+    struct pd_reader r = { .ctx = &w, .fence = count_fence, .waits = true };
+    open_world(&w, 4);
+    for (int begins = 0; begins < 2; begins++) {
+        fences = 0;
+        grant(&w, 4, 1000, 0, id);
+        assert_int_equal(pd_lease_fill(w.l, id, &e), 0);
+        assert_int_equal(pd_lease_publish(w.l, id, &e), 0);
+        r.waits = true;
+        assert_int_equal(pd_lease_read(w.l, id, w.gen, &r, 1, &e), 0);
+        assert_int_equal(pd_leases_counts(w.l).unread, 1);
+        assert_true(pd_lease_info(w.l, id, &i));
+        assert_int_equal(i.state, PD_LEASE_PUBLISHED);
+        assert_int_equal(i.readers, 0);
+        r.waits = false;
+        if (begins) {
+            assert_int_equal(pd_lease_read(w.l, id, w.gen, &r, 1, &e), 0);
+            assert_true(pd_lease_info(w.l, id, &i));
+            assert_int_equal(i.state, PD_LEASE_READING);
+            assert_int_equal(i.readers, 1);
+            assert_int_equal(pd_leases_counts(w.l).unread, 0);
+        }
+        assert_int_equal(pd_lease_revoke(w.l, id, "asked", 2, &e), 0);
+        assert_int_equal(fences, 1);
+    }
+    assert_int_equal(w.told[PD_LEASE_STEP_READ], 1);
+    close_world(&w);
+}
+
 static bool dead(pid_t pid, uint64_t start) { return false; }
 static void a_fence_of_the_dead(void **state)
 {
@@ -329,7 +366,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_call_in_each_state), cmocka_unit_test(a_stale_generation_reads_nothing), cmocka_unit_test(readers_count), cmocka_unit_test(expiry_is_in_order),
-        cmocka_unit_test(there_is_an_end_of_leases), cmocka_unit_test(a_reader_in_another_process), cmocka_unit_test(a_fence_of_the_dead),
+        cmocka_unit_test(there_is_an_end_of_leases), cmocka_unit_test(a_reader_in_another_process), cmocka_unit_test(a_fence_of_the_dead), cmocka_unit_test(a_reader_that_waits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
