@@ -151,7 +151,8 @@ static void size(int mib)
         feed(w.t, &w.to_t);
         events(&w, t1);
         offer[r] = (double)(t1 - t0) / 1e3;
-        mapped[r] = (double)w.took_ns / 1e3;
+        if (w.in_place)
+            mapped[places] = (double)w.took_ns / 1e3;
         flush(&w, w.t, &w.to_g);
         feed(w.g, &w.to_g);
         events(&w, 0);
@@ -197,7 +198,7 @@ static void size(int mib)
         cpy[r] = (double)done / (double)(pd_mono_ns() - t1);
     }
     row("offer_us", mib, offer, ROUNDS, "us", 0, false);
-    row("mapped_us", mib, mapped, ROUNDS, "us", 1000, false);
+    row("mapped_us", mib, mapped, places, "us", 1000, false);
     row("sums", mib, sums, ROUNDS, "GB/s", 0, true);
     row("verify_ms", mib, verify, places, "ms", 0, false);
     if (copies)
