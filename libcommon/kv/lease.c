@@ -62,7 +62,8 @@ static uint32_t active(const struct lease *s)
 
 static void info_of(const struct pd_leases *l, const struct lease *s, struct pd_lease_info *i)
 {
-    *i = (struct pd_lease_info){ .state = s->state, .readers = active(s), .n_blocks = s->n_blocks, .blocks = s->blocks, .granted_us = s->granted, .expires_us = s->expires,
+    *i = (struct pd_lease_info){ .state = s->state, .readers = active(s), .n_blocks = s->n_blocks, .blocks = s->blocks, .granted_us = s->granted,
+                                .expires_us = s->expires,
                                  .ttl_us = s->ttl, .was_read = s->was_read, .cause = s->cause };
     id_of(l, s, i->id);
     memcpy(i->gen, s->gen, sizeof i->gen);
@@ -196,14 +197,15 @@ static int find_live(const struct pd_leases *l, const uint8_t *id, const uint8_t
         return rc;
     pd_hex(id, PD_LEASE_ID_LEN, hex);
     if (rc || !live(*s))
-        return pd_fail(e, PD_ETIME, "lease %s has ended (%s)", hex, rc && get_be32(id + 12) != (*s)->serial ? "long ago" : state_name[rc ? (*s)->end : (*s)->state]);
+        return pd_fail(e, PD_ETIME, "lease %s has ended (%s)", hex,
+                       rc && get_be32(id + 12) != (*s)->serial ? "long ago" : state_name[rc ? (*s)->end : (*s)->state]);
     if (gen && memcmp(gen, (*s)->gen, PD_GEN_LEN))
         return pd_fail(e, PD_ETIME, "lease %s is of another generation", hex);
     return 0;
 }
 
-int pd_lease_grant(struct pd_leases *l, const char *run, const uint8_t gen[PD_GEN_LEN], const uint32_t *blocks, uint32_t n, int64_t ttl_us, int64_t now, uint8_t id[PD_LEASE_ID_LEN],
-                   struct pd_err *e)
+int pd_lease_grant(struct pd_leases *l, const char *run, const uint8_t gen[PD_GEN_LEN], const uint32_t *blocks, uint32_t n, int64_t ttl_us, int64_t now,
+                   uint8_t id[PD_LEASE_ID_LEN], struct pd_err *e)
 {
     uint32_t slot = l->free != NOWHERE ? l->free : l->used;
     if (slot >= l->max)
@@ -217,7 +219,8 @@ int pd_lease_grant(struct pd_leases *l, const char *run, const uint8_t gen[PD_GE
     else
         l->free = s->next_free;
     uint32_t serial = s->serial + 1 ? s->serial + 1 : 1;
-    *s = (struct lease){ .serial = serial, .state = PD_LEASE_RESERVED, .blocks = own, .n_blocks = n, .granted = now, .ttl = ttl_us > 0 ? ttl_us : PD_LEASE_TTL_US };
+    *s = (struct lease){ .serial = serial, .state = PD_LEASE_RESERVED, .blocks = own, .n_blocks = n, .granted = now,
+                        .ttl = ttl_us > 0 ? ttl_us : PD_LEASE_TTL_US };
     s->expires = now + s->ttl;
     memcpy(s->gen, gen, sizeof s->gen);
     snprintf(s->run, sizeof s->run, "%s", run);
@@ -250,7 +253,8 @@ static int go_on(struct pd_leases *l, const uint8_t *id, enum pd_lease_state fro
 int pd_lease_fill(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], struct pd_err *e) { return go_on(l, id, PD_LEASE_RESERVED, PD_LEASE_FILLING, e); }
 int pd_lease_publish(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], struct pd_err *e) { return go_on(l, id, PD_LEASE_FILLING, PD_LEASE_PUBLISHED, e); }
 
-int pd_lease_read(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN], const struct pd_reader *who, int64_t now, struct pd_err *e)
+int pd_lease_read(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN], const struct pd_reader *who, int64_t now,
+                  struct pd_err *e)
 {
     struct lease *s;
     int rc = find_live(l, id, gen, &s, e);
@@ -296,7 +300,8 @@ static bool drop_reader(struct lease *s, const void *ctx)
 /* The blocks go, the slot is free: only after every fence. */
 static void over(struct pd_leases *l, struct lease *s)
 {
-    static const enum pd_lease_step step[] = { [PD_LEASE_RELEASED] = PD_LEASE_STEP_RELEASED, [PD_LEASE_EXPIRED] = PD_LEASE_STEP_EXPIRED, [PD_LEASE_REVOKED] = PD_LEASE_STEP_REVOKED };
+    static const enum pd_lease_step step[] = { [PD_LEASE_RELEASED] = PD_LEASE_STEP_RELEASED, [PD_LEASE_EXPIRED] = PD_LEASE_STEP_EXPIRED,
+                                              [PD_LEASE_REVOKED] = PD_LEASE_STEP_REVOKED };
     bool reaped = s->reaped;
     l->n.cancelling--;
     s->state = s->end;

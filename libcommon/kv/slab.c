@@ -49,9 +49,11 @@ void pd_slab_shape_of(const struct pd_pool *p, struct pd_slab_shape *s)
 int pd_slab_shape_check(const struct pd_slab_shape *s, struct pd_err *e)
 {
     size_t n = s->layer_bytes;
-    if (!n || !s->layers || !s->slab_blocks || !pd_mul_size(n, 2, &n) || !pd_mul_size(n, s->layers, &n) || !pd_mul_size(n, s->slab_blocks, &n) || n != s->slab_bytes ||
+    if (!n || !s->layers || !s->slab_blocks || !pd_mul_size(n, 2, &n) || !pd_mul_size(n, s->layers, &n) || !pd_mul_size(n, s->slab_blocks, &n) ||
+        n != s->slab_bytes ||
         n > (size_t)1 << 46)
-        return pd_fail(e, PD_ECORRUPT, "slabs of %llu bytes do not hold %u blocks of %u layers of 2 x %zu bytes", (unsigned long long)s->slab_bytes, s->slab_blocks, s->layers,
+        return pd_fail(e, PD_ECORRUPT, "slabs of %llu bytes do not hold %u blocks of %u layers of 2 x %zu bytes", (unsigned long long)s->slab_bytes,
+                       s->slab_blocks, s->layers,
                        s->layer_bytes);
     return 0;
 }
@@ -96,7 +98,8 @@ int pd_slabs_blocks(const struct pd_slabs *s, const struct pd_payload_run *runs,
     for (uint32_t i = 0; i < n_runs; i++) {
         const struct pd_payload_run *r = &runs[i];
         uint64_t slab = r->base / g->slab_bytes, first = r->base % g->slab_bytes / g->layer_bytes, many = r->len / g->layer_bytes;
-        if (r->stride != stride || r->count != 2 * g->layers || r->base % g->slab_bytes % g->layer_bytes || !many || r->len % g->layer_bytes || slab >= PD_SLABS_MAX ||
+        if (r->stride != stride || r->count != 2 * g->layers || r->base % g->slab_bytes % g->layer_bytes || !many || r->len % g->layer_bytes ||
+            slab >= PD_SLABS_MAX ||
             first >= g->slab_blocks || many > g->slab_blocks - first || many > n_blocks - n)
             return pd_fail(e, PD_ECORRUPT, "payload.runs[%u] (base %llu, stride %llu, count %u, len %llu) names no %u blocks in slabs of %llu bytes", i,
                            (unsigned long long)r->base, (unsigned long long)r->stride, r->count, (unsigned long long)r->len, n_blocks, (unsigned long long)g->slab_bytes);

@@ -9,8 +9,10 @@
 #include "pool.h"
 
 #define PD_SLABS_MAX 1024       /* of one peer */
-int pd_slab_seal(int fd, struct pd_err *e);     /* against shrinking, growing, new writable mappings (where the kernel can), and other seals. After the owner mapped it */
-/* Checks seals first, then the size (want 0: any but nothing), then maps read-only. fd stays the caller's; *map is for munmap(*bytes). PD_EINCOMPAT: not safe to map. */
+/* against shrinking, growing, new writable mappings (where the kernel can), and other seals. After the owner mapped it */
+int pd_slab_seal(int fd, struct pd_err *e);
+/* Checks seals first, then the size (want 0: any but nothing), then maps read-only. fd stays the caller's; *map is for munmap(*bytes). PD_EINCOMPAT: not safe
+ * to map. */
 int pd_slab_map(int fd, const char *name, size_t want, const uint8_t **map, size_t *bytes, struct pd_err *e);
 
 struct pd_slab_shape { uint64_t slab_bytes; uint32_t slab_blocks, layers; size_t layer_bytes; };    /* layer_bytes: K (or V) of one layer of one block */
@@ -27,7 +29,8 @@ uint32_t pd_slabs_count(const struct pd_slabs *s);
  * slabs of this shape, or are not n_blocks in all. */
 int pd_slabs_blocks(const struct pd_slabs *s, const struct pd_payload_run *runs, uint32_t n_runs, uint32_t n_blocks, uint32_t *blocks, struct pd_err *e);
 const uint8_t *pd_slabs_at(const struct pd_slabs *s, uint32_t block, int layer, int v); /* of a block whose slab is mapped */
-/* Lend the slab to a pool of the same shape, to be read in place: its number there (see pd_pool_adopt); PD_EFAIL: the shapes differ; or another PD_E. The pool keeps the memory as long as it needs it. */
+/* Lend the slab to a pool of the same shape, to be read in place: its number there (see pd_pool_adopt); PD_EFAIL: the shapes differ; or another PD_E. The pool
+ * keeps the memory as long as it needs it. */
 int64_t pd_slabs_lend(struct pd_slabs *s, uint32_t slab, struct pd_pool *p, struct pd_err *e);
 void pd_slabs_free(struct pd_slabs *s);      /* before the pools that it lent to */
 

@@ -56,7 +56,8 @@ static const struct pd_field hello_field[] = {
     { "role", PD_F_CHARS, PD_FF_REQ, H(role) }, { "worker", PD_F_STR, 0, H(worker) }, { "domain", PD_F_STR, 0, H(domain) },
     { "boot", PD_F_BYTES, PD_FF_HAS, H(boot), .aux = offsetof(struct pd_hello, has_boot) }, { "netns", PD_F_U64, PD_FF_NZ, H(netns) },
     { "epoch", PD_F_U64, PD_FF_REQ, H(epoch) }, { "life", PD_F_BYTES, PD_FF_REQ, H(life) },
-    { "fingerprint", PD_F_CUSTOM, PD_FF_REQ, H(fp_sha), .enc = enc_fp, .dec = dec_fp }, { "layout", PD_F_CUSTOM, PD_FF_REQ, H(layout), .enc = enc_layout, .dec = dec_layout },
+    { "fingerprint", PD_F_CUSTOM, PD_FF_REQ, H(fp_sha), .enc = enc_fp, .dec = dec_fp },
+    { "layout", PD_F_CUSTOM, PD_FF_REQ, H(layout), .enc = enc_layout, .dec = dec_layout },
     { "via", PD_F_CUSTOM, PD_FF_REQ, H(via), .enc = enc_via, .dec = dec_via },
     { "caps", PD_F_CUSTOM, PD_FF_COUNT, H(caps), .aux = offsetof(struct pd_hello, n_caps), .enc = enc_caps, .dec = dec_caps },
     { "slab_bytes", PD_F_U64, PD_FF_NZ, H(slab_bytes) }, { "slab_blocks", PD_F_U32, PD_FF_NZ, H(slab_blocks) } };
@@ -86,18 +87,25 @@ int pd_hello_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_hel
 #define PAIR(name, T, extra) \
     static const struct pd_table name##_table = { #name, name##_field, sizeof name##_field / sizeof *name##_field, extra }; \
     int pd_##name##_encode(const T *r, struct pd_buf *b, struct pd_err *e) { return pd_table_encode(&name##_table, r, b, e); } \
-    int pd_##name##_decode(const void *rec, size_t n, struct pd_arena *a, T *r, struct pd_err *e) { memset(r, 0, sizeof *r); return pd_table_decode(&name##_table, rec, n, a, r, e); }
+    int pd_##name##_decode(const void *rec, size_t n, struct pd_arena *a, T *r, struct pd_err *e) \
+    { \
+        memset(r, 0, sizeof *r); \
+        return pd_table_decode(&name##_table, rec, n, a, r, e); \
+    }
 
 #define A(m) PD_FIELD(struct pd_accept, m)
-static const struct pd_field accept_field[] = { RUN_GEN(struct pd_accept), { "mode", PD_F_CHARS, PD_FF_REQ, A(mode) }, { "have", PD_F_BIN, 0, A(have) }, { "held", PD_F_U32, PD_FF_NZ, A(held) } };
+static const struct pd_field accept_field[] = { RUN_GEN(struct pd_accept), { "mode", PD_F_CHARS, PD_FF_REQ, A(mode) }, { "have", PD_F_BIN, 0, A(have) },
+                                               { "held", PD_F_U32, PD_FF_NZ, A(held) } };
 PAIR(accept, struct pd_accept, -1)
 
 #define D(m) PD_FIELD(struct pd_done, m)
-static const struct pd_field done_field[] = { RUN_GEN(struct pd_done), { "chunk0", PD_F_U32, PD_FF_REQ, D(chunk0) }, { "chunks", PD_F_U32, PD_FF_REQ, D(chunks) }, { "sums", PD_F_BIN, 0, D(sums) } };
+static const struct pd_field done_field[] = { RUN_GEN(struct pd_done), { "chunk0", PD_F_U32, PD_FF_REQ, D(chunk0) },
+                                             { "chunks", PD_F_U32, PD_FF_REQ, D(chunks) }, { "sums", PD_F_BIN, 0, D(sums) } };
 PAIR(done, struct pd_done, -1)
 
 #define V(m) PD_FIELD(struct pd_verified, m)
-static const struct pd_field verified_field[] = { RUN_GEN(struct pd_verified), { "mode", PD_F_CHARS, PD_FF_REQ, V(mode) }, { "bytes", PD_F_U64, PD_FF_REQ, V(bytes) },
+static const struct pd_field verified_field[] = { RUN_GEN(struct pd_verified), { "mode", PD_F_CHARS, PD_FF_REQ, V(mode) },
+                                                 { "bytes", PD_F_U64, PD_FF_REQ, V(bytes) },
     { "verify_us", PD_F_I64, PD_FF_REQ, V(verify_us) } };
 PAIR(verified, struct pd_verified, -1)
 
@@ -105,8 +113,10 @@ static const struct pd_field release_field[] = { RUN_GEN(struct pd_release), { "
 PAIR(release, struct pd_release, -1)
 
 #define S(m) PD_FIELD(struct pd_status, m)
-static const struct pd_field status_field[] = { { "run", PD_F_RUN, 0, S(run) }, { "gen", MAYBE(struct pd_status, gen), HAS(struct pd_status, has_gen) }, { "state", PD_F_CHARS, 0, S(state) },
-    { "lease", MAYBE(struct pd_status, lease), HAS(struct pd_status, has_lease) }, { "bytes", PD_F_U64, PD_FF_NZ, S(bytes) }, { "worker", PD_F_STR, 0, S(worker) },
+static const struct pd_field status_field[] = { { "run", PD_F_RUN, 0, S(run) }, { "gen", MAYBE(struct pd_status, gen), HAS(struct pd_status, has_gen) },
+                                               { "state", PD_F_CHARS, 0, S(state) },
+    { "lease", MAYBE(struct pd_status, lease), HAS(struct pd_status, has_lease) }, { "bytes", PD_F_U64, PD_FF_NZ, S(bytes) },
+    { "worker", PD_F_STR, 0, S(worker) },
     { "cause", PD_F_STR, PD_FF_MEND, S(cause) }, { "ledger", PD_F_MAP, 0, S(ledger) } };
 PAIR(status, struct pd_status, offsetof(struct pd_status, extra))
 
@@ -116,13 +126,15 @@ static const struct pd_field cancel_field[] = { { "run", PD_F_RUN, PD_FF_REQ, C(
 PAIR(cancel, struct pd_cancel, -1)
 
 #define L(m) PD_FIELD(struct pd_slab_rec, m)
-static const struct pd_field slab_field[] = { { "what", PD_F_CHARS, PD_FF_REQ, L(what) }, { "index", PD_F_U32, PD_FF_REQ, L(index) }, { "bytes", PD_F_U64, PD_FF_REQ, L(bytes) } };
+static const struct pd_field slab_field[] = { { "what", PD_F_CHARS, PD_FF_REQ, L(what) }, { "index", PD_F_U32, PD_FF_REQ, L(index) },
+                                             { "bytes", PD_F_U64, PD_FF_REQ, L(bytes) } };
 PAIR(slab, struct pd_slab_rec, -1)
 
 /* ---- lease, the map in a descriptor ---- */
 
 #define R(m) PD_FIELD(struct pd_lease_rec, m)
-static const struct pd_field lease_field[] = { { "id", PD_F_BYTES, PD_FF_REQ, R(id) }, { "owner", PD_F_STR, PD_FF_REQ, R(owner) }, { "ttl_us", PD_F_I64, PD_FF_REQ, R(ttl_us) },
+static const struct pd_field lease_field[] = { { "id", PD_F_BYTES, PD_FF_REQ, R(id) }, { "owner", PD_F_STR, PD_FF_REQ, R(owner) },
+                                              { "ttl_us", PD_F_I64, PD_FF_REQ, R(ttl_us) },
     { "renew_us", PD_F_I64, PD_FF_REQ, R(renew_us) } };
 static const struct pd_table lease_table = { "lease", lease_field, 4, -1 };
 

@@ -59,7 +59,8 @@ static int describe(struct pd_move *m, const struct pd_lease_info *lease, struct
     struct pd_payload *y = &d->payload;
     struct pd_sending s = sending(m);
     struct pd_buf map = { 0 };
-    *y = (struct pd_payload){ .bytes = m->plan.bytes, .chunk_bytes = m->plan.chunk_bytes, .n_chunks = m->plan.n_chunks, .chunk_blocks = m->plan.chunk_blocks, .codec = "none" };
+    *y = (struct pd_payload){ .bytes = m->plan.bytes, .chunk_bytes = m->plan.chunk_bytes, .n_chunks = m->plan.n_chunks, .chunk_blocks = m->plan.chunk_blocks,
+                             .codec = "none" };
     int rc = m->tr->offer(m->path, &s, y, &m->arena, e);
     if (rc || !m->tr->borrows)
         return rc;

@@ -376,7 +376,8 @@ static int hello(struct pd_xfer *x, const void *rec, size_t n)
     if (h->has_attach)
         return pd_x_fatal(x, PD_ECORRUPT, "hello: `attach` belongs on a socket of its own");
     if (h->version < mine->version_min || h->version_min > mine->version || h->version_min > h->version)
-        return pd_x_fatal(x, PD_EINCOMPAT, "version of the transfer protocol differs (here %u to %u, there %u to %u)", mine->version_min, mine->version, h->version_min, h->version);
+        return pd_x_fatal(x, PD_EINCOMPAT, "version of the transfer protocol differs (here %u to %u, there %u to %u)", mine->version_min, mine->version,
+                          h->version_min, h->version);
     if (strcmp(h->role, x->o.giving ? "decode" : "prefill"))
         return pd_x_fatal(x, PD_EINCOMPAT, "role differs from what this connection is for (here %s, there %.11s)", mine->role, h->role);
     if (p->epoch != d->epoch)
@@ -405,7 +406,8 @@ struct pd_move *pd_x_named(struct pd_xfer *x, const char *what, const char *run,
     if (m)
         return m;
     if (gen && !pd_x_gone(x, run, gen))
-        *rc = pd_x_fatal(x, PD_ECORRUPT, "%s for run %s, of which this connection knows %s", what, run, pd_x_find(x, run, NULL) ? "another generation" : "nothing");
+        *rc = pd_x_fatal(x, PD_ECORRUPT, "%s for run %s, of which this connection knows %s", what, run,
+                         pd_x_find(x, run, NULL) ? "another generation" : "nothing");
     else
         x->n.late++;
     return NULL;
@@ -550,7 +552,8 @@ int pd_xfer_feed(struct pd_xfer *x, const void *rec, size_t n, int64_t now, stru
             if (giving)
                 rc = pd_x_fatal(x, PD_ECORRUPT, "%s came to the end that gives KV", pd_kind_name(k));
             else
-                rc = k == PD_K_OFFER ? pd_x_take_offer(x, rec, n) : k == PD_K_CHUNK ? pd_x_take_chunk(x, rec, n) : k == PD_K_DONE ? pd_x_take_done(x, rec, n) : pd_x_take_kv(x, rec, n);
+                rc = k == PD_K_OFFER ? pd_x_take_offer(x, rec, n) : k == PD_K_CHUNK ? pd_x_take_chunk(x, rec, n) :
+                     k == PD_K_DONE ? pd_x_take_done(x, rec, n) : pd_x_take_kv(x, rec, n);
             break;
         default: rc = pd_x_fatal(x, PD_ECORRUPT, "a record of kind %s does not belong in a transfer", pd_kind_name(k)); break;
         }

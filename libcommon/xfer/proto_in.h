@@ -77,7 +77,8 @@ struct pd_xfer {
 #define SET_BIT(w, i) ((w)[(i) / 64] |= (uint64_t)1 << ((i) % 64))
 
 /* proto.c. Each entry from outside sets x->now; inside it is the time. */
-int pd_x_fatal(struct pd_xfer *x, int code, const char *fmt, ...) __attribute__((format(printf, 3, 4)));    /* the connection ends; returns code, x->why has the words */
+/* the connection ends; returns code, x->why has the words */
+int pd_x_fatal(struct pd_xfer *x, int code, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 struct pd_move *pd_x_find(struct pd_xfer *x, const char *run, const uint8_t *gen /* NULL: any */);
 struct pd_move *pd_x_new(struct pd_xfer *x, const char *run, const uint8_t *gen, struct pd_err *e);
 void pd_x_drop(struct pd_move *m);               /* one that nobody has heard of */

@@ -169,7 +169,8 @@ static int take_packet(struct path *p, size_t n, struct pd_err *e)
 {
     struct pd_arena a = { 0 };
     struct pd_slab_rec r;
-    int rc = pd_kind_of(p->in, n) == PD_K_SLAB ? pd_slab_decode(p->in, n, &a, &r, e) : pd_fail(e, PD_ECORRUPT, "shm: a record of kind %s where slabs come", pd_kind_name(pd_kind_of(p->in, n)));
+    enum pd_kind k = pd_kind_of(p->in, n);
+    int rc = k == PD_K_SLAB ? pd_slab_decode(p->in, n, &a, &r, e) : pd_fail(e, PD_ECORRUPT, "shm: a record of kind %s where slabs come", pd_kind_name(k));
     pd_arena_free(&a);
     if (rc)
         return rc;
@@ -251,5 +252,6 @@ static bool valid(void *path, const uint8_t lease[PD_LEASE_ID_LEN], const uint8_
     return p->control.word && pd_control_valid(&p->control, pd_lease_slot(lease), gen);
 }
 
-const struct pd_transport pd_shm = { .scheme = "shm", .borrows = true, .usable = usable, .open = open_path, .reg = reg, .offer = offer, .send = send_sums, .poll = poll_fds,
+const struct pd_transport pd_shm = { .scheme = "shm", .borrows = true, .usable = usable, .open = open_path, .reg = reg, .offer = offer, .send = send_sums,
+                                    .poll = poll_fds,
                                      .ready = ready, .valid = valid, .close = close_path };

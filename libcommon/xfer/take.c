@@ -1,4 +1,5 @@
-/* The taking end: offered > receiving > being verified > verified > releasing > over. Nothing of a run is used before its kv came and each chunk was verified. */
+/* The taking end: offered > receiving > being verified > verified > releasing > over.
+ * Nothing of a run is used before its kv came and each chunk was verified. */
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -54,7 +55,8 @@ static int check_offer(struct pd_xfer *x, struct pd_move *m, struct pd_err *e)
     if (memcmp(d->fp_sha, x->theirs.fp_sha, sizeof d->fp_sha))
         return pd_fail(e, PD_EINCOMPAT, "run %s: its fingerprint is not the one that the prefill side said hello with", m->run);
     if (d->layout.layout_hash != x->mine.layout.layout_hash)
-        return pd_fail(e, PD_EINCOMPAT, "run %s: layout_hash differs (prefill %016" PRIx64 ", decode %016" PRIx64 ")", m->run, d->layout.layout_hash, x->mine.layout.layout_hash);
+        return pd_fail(e, PD_EINCOMPAT, "run %s: layout_hash differs (prefill %016" PRIx64 ", decode %016" PRIx64 ")", m->run, d->layout.layout_hash,
+                       x->mine.layout.layout_hash);
     for (uint32_t i = 0; i < x->n_via; i++)
         if (!strcmp(x->via[i]->scheme, d->payload.scheme)) {
             if (x->dead[i].code) {
@@ -197,7 +199,8 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
         rc = pd_import_begin_with(x->o.pool, &m->desc, &o, &m->im, &r.held, &why);
     uint32_t n_chunks = rc ? 0 : pd_import_plan(m->im)->n_chunks;
     size_t words = (n_chunks + (size_t)63) / 64;
-    if (!rc && m->tr->borrows && (!(m->sums = pd_calloc(n_chunks, sizeof *m->sums, "checksums", &why)) || !(m->told = pd_calloc(words, 8, "chunk bitmap", &why))))
+    if (!rc && m->tr->borrows && (!(m->sums = pd_calloc(n_chunks, sizeof *m->sums, "checksums", &why)) ||
+                                  !(m->told = pd_calloc(words, 8, "chunk bitmap", &why))))
         rc = PD_ENOMEM;
     if (!rc && pd_import_missing(m->im) < n_chunks) {
         rc = pd_buf_reserve(&have, (n_chunks + (size_t)7) / 8, &why);
@@ -284,11 +287,13 @@ int pd_x_take_done(struct pd_xfer *x, const void *rec, size_t n)
         goto out;
     uint32_t n_chunks = pd_import_plan(m->im)->n_chunks;
     if (d.chunk0 > n_chunks || d.chunks > n_chunks - d.chunk0 || !d.chunks)
-        rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: done for chunks %u to %" PRIu64 " of %u", m->run, d.chunk0, (uint64_t)d.chunk0 + d.chunks - 1, n_chunks);
+        rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: done for chunks %u to %" PRIu64 " of %u", m->run, d.chunk0, (uint64_t)d.chunk0 + d.chunks - 1,
+                      n_chunks);
     else if (!m->tr->borrows) {
         if (d.chunk0 || d.chunks != n_chunks || d.sums.p || m->all_done)
-            rc = m->all_done ? pd_x_illegal(m, "a second done") : fail_now(m, PD_ECORRUPT, "discarded", "run %s: done names chunks %u to %u, with%s sums; %u were offered as records",
-                                                                           m->run, d.chunk0, d.chunk0 + d.chunks - 1, d.sums.p ? "" : "out", n_chunks);
+            rc = m->all_done ? pd_x_illegal(m, "a second done") :
+                 fail_now(m, PD_ECORRUPT, "discarded", "run %s: done names chunks %u to %u, with%s sums; %u were offered as records", m->run, d.chunk0,
+                          d.chunk0 + d.chunks - 1, d.sums.p ? "" : "out", n_chunks);
         else if (pd_import_missing(m->im))
             rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: done, and %u of %u chunks are missing", m->run, pd_import_missing(m->im), n_chunks);
         else

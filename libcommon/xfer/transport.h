@@ -1,4 +1,5 @@
-/* How payload gets from the memory of one end into that of the other: one table of functions a scheme (inline, shm; tcp, rdma, cuda, nixl have their place here).
+/* How payload gets from the memory of one end into that of the other: one table of functions a scheme (inline, shm; tcp, rdma, cuda, nixl have their place
+ * here).
  *
  * The protocol (proto.h) decides what is sent and when, owns runs, leases, deadlines; a transport knows only how. A table's functions are called by the one
  * thread that owns the connection and never block. `void *path` is the transport's state of one connection, made by open.
@@ -25,7 +26,8 @@ struct pd_transport {
     /* Whether the two ends can use it: 0, or PD_EINCOMPAT with the reason. */
     int (*usable)(const struct pd_hello *mine, const struct pd_hello *theirs, bool unix_socket, struct pd_err *e);
     int (*open)(bool giving, const struct pd_hello *theirs, void **path, struct pd_err *e);
-    /* Giving. reg: memory that is new since the last call becomes known to the peer (sock: a raw socket of its own). 0: all is known; 1: go on when it can be written. */
+    /* Giving. reg: memory that is new since the last call becomes known to the peer (sock: a raw socket of its own). 0: all is known; 1: go on when it can be
+     * written. */
     int (*reg)(void *path, int sock, const struct pd_pool *pool, const struct pd_leases *leases, struct pd_err *e);
     /* Fill the offer's payload: scheme, where, runs; what it points to lives in the arena. */
     int (*offer)(void *path, const struct pd_sending *s, struct pd_payload *y, struct pd_arena *a, struct pd_err *e);

@@ -1,6 +1,7 @@
 /* A peer that says anything: its records, from hello on, to either end of the transfer protocol, with events answered as a daemon would and time passing.
- * First byte: 1 the giving end, 2 in place, 4 cancel after some records, 8 refuse, 16 the connection is lost at the end. What guards against accident
- * (sums, boot id) is put right, so that mutations reach what lies behind. Afterwards no block is held, whatever came. */
+ * First byte: 1 the giving end, 2 in place, 4 cancel after some records, 8 refuse, 16 the connection is lost at the end, 32 verify slowly. What guards against
+ * accident
+ * (sums, boot id, the lease's name) is put right, so that mutations reach what lies behind. Afterwards no block is held, whatever came. */
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -13,12 +14,16 @@ enum { TOKENS = 50, BLOCKS = 13 };
 /* fix_fp of the unit tests: the fingerprint that the seeds say hello with */
 static const uint8_t fp[] = "\x86\xa6layers\x03\xaarope_theta\xcb\x40\xc3\x88\0\0\0\0\0\xaeweights_digest\xc4\x08\x01\x02\x03\x04\x05\x06\x07\x08\xa8kv_dtype\xa3" "f16\xa8numerics\xa2u8\xa8software\xa6pd 0.1";
 
-static void repair(uint8_t *p, size_t n)
+static void repair(uint8_t *p, size_t n, const uint8_t lease[16])
 {
-    static const uint8_t sum[] = { 0xa3, 's', 'u', 'm', 0xc4, 8 }, boot[] = { 0xa4, 'b', 'o', 'o', 't', 0xc4, 16 };
+    static const uint8_t sum[] = { 0xa3, 's', 'u', 'm', 0xc4, 8 }, boot[] = { 0xa4, 'b', 'o', 'o', 't', 0xc4, 16 }, named[] = { 0xa5, 'l', 'e', 'a', 's', 'e',
+                                                                                0xc4, 16 };
     for (size_t i = 0; n > 40 && i + sizeof boot + 16 <= n && i < 300; i++)
         if (!memcmp(p + i, boot, sizeof boot))
             pd_proc_boot_id(p + i + sizeof boot);
+    for (size_t i = 0; lease && n > 40 && i + sizeof named + 16 <= n && i < 300; i++)
+        if (!memcmp(p + i, named, sizeof named))
+            memcpy(p + i + sizeof named, lease, 16);
     if (n > sizeof sum + 8 && !memcmp(p + n - 8 - sizeof sum, sum, sizeof sum))
         pd_put_be64(p + n - 8, pd_xxh3(p, n - 8 - sizeof sum, 0));
 }
@@ -40,13 +45,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     struct pd_err e;
     int sock[2], n_fed = 0;
     int64_t now = 1;
-    uint8_t lease[16];
+    uint8_t lease[16] = { 0 };
     if (!from && (pd_pool_new(&geom, 1 << 20, &from, &e) || pd_pool_new(&geom, 1 << 20, &to, &e) || pd_pool_take(from, BLOCKS, blocks, &e)))
         return 0;
     if (!size || pd_leases_new(&(struct pd_leases_opts){ .pool = from, .max = 8 }, &leases, &e))
         return 0;
     bool giving = data[0] & 1;
-    struct pd_xfer_opts o = { .giving = giving, .unix_socket = true, .epoch = 3, .fp_fields = { fp, sizeof fp - 1 }, .pool = giving ? from : to, .leases = leases };
+    struct pd_xfer_opts o = { .giving = giving, .unix_socket = true, .epoch = 3, .fp_fields = { fp, sizeof fp - 1 }, .pool = giving ? from : to,
+                             .leases = leases };
     check(!pd_xfer_new(&o, now, &x, &e));
     check(!socketpair(AF_UNIX, SOCK_STREAM, 0, sock));
     const struct pd_transport *shm = pd_transport_find((struct pd_str){ "shm", 3 });
@@ -54,8 +60,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (!giving) {      /* the slabs that a giver would pass */
         check(!shm->open(true, pd_xfer_peer(x), &path, &e));
         shm->reg(path, sock[0], from, leases, &e);
+        /* the seeds' generation is valid in slot 0 */
+        check(!pd_lease_grant(leases, "", (const uint8_t[16]){ [15] = 9 }, blocks, BLOCKS, 0, now, lease, &e));
     }
-    struct pd_kvdesc d = { .run = "01ARZ3NDEKTSV4RRFFQ69G5FAV", .epoch = 3, .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .fp_fields = o.fp_fields, .n_tokens = TOKENS, .token_ids = ids };
+    struct pd_kvdesc d = { .run = "01ARZ3NDEKTSV4RRFFQ69G5FAV", .epoch = 3, .gen = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 }, .fp_fields = o.fp_fields,
+                          .n_tokens = TOKENS, .token_ids = ids };
     pd_sha256(fp, sizeof fp - 1, d.fp_sha, &e);
     pd_layout_from_pool(from, &d.layout);
     d.request.prompt = (struct pd_str){ "x", 1 };
@@ -73,16 +82,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         if (!rec)
             break;
         memcpy(rec, p, len);
-        repair(rec, len);
+        repair(rec, len, giving ? lease : NULL);
         int rc = pd_xfer_feed(x, rec, len, now, &e);
         check(!rc || (e.code == rc && e.msg[0]));
         pd_free(rec);
         p += len;
         if (!giving && pd_xfer_open(x))
             pd_xfer_fds(x, sock[1], now, &e);
-        pd_xfer_work(x, 1 << 10, now);
+        for (int k = data[0] & 32 ? 1 : 64; k-- && pd_xfer_work(x, 1 << 10, now);) {}
         while (pd_xfer_event(x, &ev)) {
-            if (ev.kind == PD_XE_READY && giving && !pd_lease_grant(leases, d.run, d.gen, blocks, BLOCKS, 0, now, lease, &e) && !pd_lease_fill(leases, lease, &e)) {
+            if (ev.kind == PD_XE_READY && giving && !pd_lease_grant(leases, d.run, d.gen, blocks, BLOCKS, 0, now, lease, &e) &&
+                !pd_lease_fill(leases, lease, &e)) {
                 struct pd_give g = { .desc = &d, .blocks = blocks, .chunk_blocks = 3 };
                 memcpy(g.lease, lease, 16);
                 if (!pd_give(x, &g, now, &m, &e))

@@ -1,7 +1,9 @@
-/* What a hand-over by shm costs, step by step, between two ends in one process (one core: nothing overlaps), as JSON rows on standard output and a table on standard error.
+/* What a hand-over by shm costs, step by step, between two ends in one process (one core: nothing overlaps), as JSON rows on standard output and a table on
+ * standard error.
  *   bench_xfer [MIB]...      KV of these sizes (64 256 1024), in the shape of a 135M model: 30 layers, 3 KV heads of 64, f16, blocks of 16
  * offer_us: the giver makes the offer. mapped_us: from the offer's first byte being fed to the accept, in place, on slabs that are mapped already: decode,
- * check, block table, references. sums: the giver's hashing. verify: the taker's, in place. copy: copied and verified; beside memcpy and XXH3 of the same bytes. */
+ * check, block table, references. sums: the giver's hashing. verify: the taker's, in place. copy: copied and verified; beside memcpy and XXH3 of the same
+ * bytes. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +18,8 @@ static const struct pd_pool_geom geom = { .layers = 30, .kv_heads = 3, .head_dim
 static const uint8_t fp[] = "\x83\xa4" "arch\xa5" "bench\xa8numerics\xa1x\xa8software\xa1y";
 enum { ROUNDS = 21 };
 
-struct world { struct pd_pool *from, *to; struct pd_leases *leases; struct pd_xfer *g, *t; struct pd_buf to_t, to_g; int sock[2]; struct pd_move *gm, *tm; bool in_place; int64_t took_ns; uint32_t *blocks, n; };
+struct world { struct pd_pool *from, *to; struct pd_leases *leases; struct pd_xfer *g, *t; struct pd_buf to_t, to_g; int sock[2]; struct pd_move *gm,
+              *tm; bool in_place; int64_t took_ns; uint32_t *blocks, n; };
 
 static void must(int rc, const struct pd_err *e)
 {
@@ -41,7 +44,8 @@ static void feed(struct pd_xfer *x, struct pd_buf *b)
 {
     size_t at = 0, len;
     struct pd_err e = { 0 };
-    for (struct pd_frame_scan s = { 0 }; at < b->n && pd_frame_next(&s, b->p + at, b->n - at, PD_MAX_RECORD_DEFAULT, &len, NULL) == 1; at += len, s = (struct pd_frame_scan){ 0 })
+    for (struct pd_frame_scan s = { 0 }; at < b->n && pd_frame_next(&s, b->p + at, b->n - at, PD_MAX_RECORD_DEFAULT, &len, NULL) == 1; at += len,
+         s = (struct pd_frame_scan){ 0 })
         must(pd_xfer_feed(x, b->p + at, len, 1, &e), &e);
     b->n = 0;
 }
@@ -99,7 +103,8 @@ static void row(const char *name, int mib, double *v, int n, const char *unit, d
         strcpy(pass, (at_least ? p50 >= goal : p50 < goal) ? "true" : "false");
     }
     printf("{\"name\":\"xfer.%s.%dMiB\",\"value\":%.6g,\"unit\":\"%s\",\"goal\":%s,\"pass\":%s,\"n\":%d}\n", name, mib, p50, unit, g, pass, n);
-    fprintf(stderr, "%-14s %5d MiB  %12.1f %-5s (best %.1f, worst %.1f)%s%s\n", name, mib, p50, unit, at_least ? v[n - 1] : v[0], at_least ? v[0] : v[n - 1], goal > 0 ? "  goal " : "", goal > 0 ? g : "");
+    fprintf(stderr, "%-14s %5d MiB  %12.1f %-5s (best %.1f, worst %.1f)%s%s\n", name, mib, p50, unit, at_least ? v[n - 1] : v[0], at_least ? v[0] : v[n - 1],
+            goal > 0 ? "  goal " : "", goal > 0 ? g : "");
 }
 
 static void size(int mib)

@@ -1,4 +1,5 @@
-/* Every allocation, mapping, descriptor read and write of a hand-over refused once (make V=fault): the KV arrives right, or both ends say why not; nothing stays behind. */
+/* Every allocation, mapping, descriptor read and write of a hand-over refused once (make V=fault): the KV arrives right, or both ends say why not; nothing
+ * stays behind. */
 #include <signal.h>
 #include <sys/wait.h>
 #include "xfer_fixture.h"

@@ -131,7 +131,8 @@ static void ends_that_do_not_fit(void **state)
     struct pd_err e;
     struct pd_xfer *x;
     xf_open(&w, NULL, NULL);
-    FAILS_WITH(pd_xfer_new(&(struct pd_xfer_opts){ .pool = w.pool, .fp_fields = w.f.d.fp_fields, .via = "shm,rdma" }, 0, &x, &e), PD_EUSAGE, "'rdma' is no transport");
+    FAILS_WITH(pd_xfer_new(&(struct pd_xfer_opts){ .pool = w.pool, .fp_fields = w.f.d.fp_fields, .via = "shm,rdma" }, 0, &x, &e), PD_EUSAGE,
+               "'rdma' is no transport");
     FAILS_WITH(pd_xfer_new(&(struct pd_xfer_opts){ .pool = w.pool, .fp_fields = w.f.d.fp_fields, .via = "" }, 0, &x, &e), PD_EUSAGE, "--via is empty");
     xf_close(&w);
 }
@@ -140,7 +141,8 @@ static void ends_that_do_not_fit(void **state)
 static void strange_hellos(void **state)
 {
     for (int i = 0; i < 8; i++) {
-        static const char *const words[] = { "version of the transfer protocol differs", "role differs", "another host", "layout hash", "belongs on a socket of its own", "second hello",
+        static const char *const words[] = { "version of the transfer protocol differs", "role differs", "another host", "layout hash",
+                                            "belongs on a socket of its own", "second hello",
                                              "before hello", "no hello came" };
         struct xf w;
         struct pd_err e = { 0 };
@@ -189,8 +191,10 @@ static void strange_hellos(void **state)
 
 /* ---- every record in every state ---- */
 
-enum rec { R_HELLO, R_OFFER, R_ACCEPT, R_CHUNK, R_DONE, R_KV, R_VERIFIED, R_RELEASE, R_READING, R_RELEASED, R_CANCELLED, R_CANCEL, R_ERROR, R_REQUEST, R_UNKNOWN, R_STATUS, R_NONSENSE, N_RECS };
-static const char *const rec_name[N_RECS] = { "hello", "offer", "accept", "chunk", "done", "kv", "verified", "release", "reading", "released", "cancelled", "cancel", "error",
+enum rec { R_HELLO, R_OFFER, R_ACCEPT, R_CHUNK, R_DONE, R_KV, R_VERIFIED, R_RELEASE, R_READING, R_RELEASED, R_CANCELLED, R_CANCEL, R_ERROR, R_REQUEST,
+          R_UNKNOWN, R_STATUS, R_NONSENSE, N_RECS };
+static const char *const rec_name[N_RECS] = { "hello", "offer", "accept", "chunk", "done", "kv", "verified", "release", "reading", "released", "cancelled",
+                                             "cancel", "error",
                                               "request", "unknown", "status", "nonsense" };
 
 static void make_rec(struct xf *w, enum rec r, bool borrows, struct pd_buf *b)
@@ -430,7 +434,8 @@ static char outcome(int end, int s, int r)
     enum pd_kind answer = out->n ? pd_kind_of(out->p, out->n) : PD_K_UNKNOWN;
     xf_events(&w);
 #define CAME(k) (w.got[who][k] > before[k])
-    c = rc ? (rc == PD_ECORRUPT && answer == PD_K_ERROR ? 'F' : answer == PD_K_ERROR ? '?' : 'E') : CAME(PD_XE_FAILED) ? 'M' : CAME(PD_XE_CANCELLED) ? 'C' : CAME(PD_XE_RELEASED) ? 'R' :
+    c = rc ? (rc == PD_ECORRUPT &&
+              answer == PD_K_ERROR ? 'F' : answer == PD_K_ERROR ? '?' : 'E') : CAME(PD_XE_FAILED) ? 'M' : CAME(PD_XE_CANCELLED) ? 'C' : CAME(PD_XE_RELEASED) ? 'R' :
         answer == PD_K_ERROR ? 'T' : answer == PD_K_STATUS ? 'A' : pd_xfer_counts(x).late > late ? 'L' : '.';
     if (rc && !CAME(PD_XE_CLOSED))
         fail_msg("%d %s %s: closed without a word", end, st_name[s], rec_name[r]);
@@ -649,9 +654,11 @@ static void a_flipped_byte(void **state)
 /* Offers that are whole, yet lie or are stale: each is refused by name, and the connection lives. */
 static void offers_that_lie(void **state)
 {
-    static const char *const words[] = { "epoch differs (prefill 4, decode 3)", "another life", "not the one that the prefill side said hello with", "layout_hash differs", "payload by 'rdma'",
+    static const char *const words[] = { "epoch differs (prefill 4, decode 3)", "another life", "not the one that the prefill side said hello with",
+                                        "layout_hash differs", "payload by 'rdma'",
                                          "there is none", "runs[0]", "name 12 blocks, the tokens take 13", "retired", "make no sense", "chunk_blocks", "bytes" };
-    static const int code[] = { PD_EINCOMPAT, PD_ETIME, PD_EINCOMPAT, PD_EINCOMPAT, PD_EINCOMPAT, PD_ECORRUPT, PD_ECORRUPT, PD_ECORRUPT, PD_ETIME, PD_ECORRUPT, PD_ECORRUPT, PD_ECORRUPT };
+    static const int code[] = { PD_EINCOMPAT, PD_ETIME, PD_EINCOMPAT, PD_EINCOMPAT, PD_EINCOMPAT, PD_ECORRUPT, PD_ECORRUPT, PD_ECORRUPT, PD_ETIME, PD_ECORRUPT,
+                               PD_ECORRUPT, PD_ECORRUPT };
     for (int i = 0; i < 12; i++) {
         struct xf w;
         struct pd_err e = { 0 };
@@ -777,9 +784,11 @@ static void slabs_that_are_not_safe(void **state)
 static void limits(void **state)
 {
     for (int i = 0; i < 6; i++) {
-        static const char *const words[] = { "was not answered within 5000 ms", "did not come within 5000 ms", "nothing came for 30000 ms", "its deadline passed", "nothing moved for 30000 ms",
+        static const char *const words[] = { "was not answered within 5000 ms", "did not come within 5000 ms", "nothing came for 30000 ms",
+                                            "its deadline passed", "nothing moved for 30000 ms",
                                              "does not acknowledge its release" };
-        static const int at[] = { GIVE, T_SHM, T_INLINE, T_INLINE, GIVE, T_INLINE }, st[] = { S_OFFERED, S_WAITING, S_MOVING, S_OFFERED, S_CLOSED, S_RELEASING };
+        static const int at[] = { GIVE, T_SHM, T_INLINE, T_INLINE, GIVE, T_INLINE }, st[] = { S_OFFERED, S_WAITING, S_MOVING, S_OFFERED, S_CLOSED,
+                                                                                S_RELEASING };
         static const int64_t us[] = { 5000000, 5000000, 30000000, 777, 30000000, 5000000 };
         struct xf w;
         struct pd_err e;
@@ -845,7 +854,8 @@ static void what_is_held_is_not_sent(void **state)
         for (int i = 0; i < 8; i++)
             for (int l = 0; l < 3; l++)
                 for (int v = 0; v < 2; v++)
-                    memcpy(pd_pool_base(w.pool, held[i]) + pd_pool_off(w.pool, l, v), pd_pool_base(w.f.pool, w.f.blocks[i]) + pd_pool_off(w.f.pool, l, v), pd_pool_layer_bytes(w.pool));
+                    memcpy(pd_pool_base(w.pool, held[i]) + pd_pool_off(w.pool, l, v), pd_pool_base(w.f.pool, w.f.blocks[i]) + pd_pool_off(w.f.pool, l, v),
+                           pd_pool_layer_bytes(w.pool));
         w.take = (struct pd_take){ .held = held, .n_held = 8, .in_place = shm == 2 };
         assert_int_equal(xf_give(&w, shm ? "shm" : "inline", &e), 0);
         assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
@@ -1022,7 +1032,8 @@ static void random_walks(void **state)
             }
             xf_fds(&w);
             xf_events(&w);
-            if (w.got[1][PD_XE_TAKEN] > taken) {       /* what was taken is right, whatever went on around it: its lease may have ended since, but nobody wrote there */
+            /* what was taken is right, whatever went on around it: its lease may have ended since, but nobody wrote there */
+            if (w.got[1][PD_XE_TAKEN] > taken) {
                 taken = w.got[1][PD_XE_TAKEN];
                 assert_true(!w.blocks || xf_same(&w));
             }
@@ -1049,7 +1060,8 @@ static void random_walks(void **state)
 /* `test_xfer seeds DIR`: what each end of a hand-over says, as seeds of tests/fuzz/fuzz_xfer (its first byte first). */
 static int write_seeds(const char *dir)
 {
-    static const struct { const char *name, *via; bool in_place, cancel; } k[] = { { "inline", "inline", false, false }, { "shm", "shm", false, false }, { "place", "shm", true, false },
+    static const struct { const char *name, *via; bool in_place, cancel; } k[] = { { "inline", "inline", false, false }, { "shm", "shm", false, false },
+                                                                                { "place", "shm", true, false },
                                                                                  { "cancel", "inline", false, true } };
     for (int i = 0; i < 4; i++) {
         static const uint8_t gen[16] = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 };
@@ -1058,6 +1070,10 @@ static int write_seeds(const char *dir)
         xf_open(&w, NULL, NULL);
         w.logging = true;
         w.take.in_place = k[i].in_place;
+        for (uint32_t b = 0; b < w.f.plan.n_blocks && k[i].via[0] == 's'; b++)       /* what shm reads there are zeros */
+            for (int l = 0; l < xf_geom.layers; l++)
+                for (int v = 0; v < 2; v++)
+                    memset(pd_pool_base(w.f.pool, w.f.blocks[b]) + pd_pool_off(w.f.pool, l, v), 0, pd_pool_layer_bytes(w.f.pool));
         xf_pump(&w);
         if (i)          /* by the taker's fuzzing end the offer's life is its hello's; the giver's own is fixed there */
             memcpy(w.f.d.gen + 8, gen + 8, 8);

@@ -1,4 +1,5 @@
-/* Two processes over sockets, one of them killed (-9) at each of its steps: the other ends cleanly, holds nothing, leaks no descriptor, and what it took is right. */
+/* Two processes over sockets, one of them killed (-9) at each of its steps: the other ends cleanly, holds nothing, leaks no descriptor, and what it took is
+ * right. */
 #include <dirent.h>
 #include <poll.h>
 #include <signal.h>
@@ -127,7 +128,8 @@ static int live(struct end *w, pid_t peer)
     struct pd_err e;
     int64_t start = pd_mono_us();
     int before = fds_of();
-    struct pd_xfer_opts o = { .giving = w->giving, .unix_socket = true, .epoch = 3, .fp_fields = w->f->d.fp_fields, .peer_pid = peer, .peer_start = peer ? pd_proc_start(peer) : 0 };
+    struct pd_xfer_opts o = { .giving = w->giving, .unix_socket = true, .epoch = 3, .fp_fields = w->f->d.fp_fields, .peer_pid = peer,
+                             .peer_start = peer ? pd_proc_start(peer) : 0 };
     w->fds_open = true;
     if (w->giving) {
         w->pool = w->f->pool;
@@ -189,7 +191,8 @@ static void each_step(bool kill_giver, const char *via, bool in_place)
         pid_t pid[2];
         for (int i = 1; i >= 0; i--) {          /* the taker first, so that the giver knows it */
             if ((pid[i] = fork()) == 0) {
-                struct end w = { .f = &f, .sock = s[i], .fds = fd[i], .giving = i == 0, .in_place = in_place, .via = via, .kill_at = kill_giver == (i == 0) ? n : 0 };
+                struct end w = { .f = &f, .sock = s[i], .fds = fd[i], .giving = i == 0, .in_place = in_place, .via = via,
+                                .kill_at = kill_giver == (i == 0) ? n : 0 };
                 close(s[!i]);
                 close(fd[!i]);
                 alarm(30);

@@ -205,5 +205,6 @@ static inline int xf_give(struct xf *w, const char *via, struct pd_err *e)
 
 /* The same run, as a new generation. */
 static inline void xf_regen(struct xf *w) { assert_int_equal(pd_gen_new(w->f.d.gen, NULL), 0); }
-static inline bool xf_same(const struct xf *w) { return w->blocks && w->n_blocks == w->f.plan.n_blocks && fix_same(w->f.pool, w->f.blocks, w->pool, w->blocks, w->n_blocks); }
+static inline bool xf_same(const struct xf *w) { return w->blocks && w->n_blocks == w->f.plan.n_blocks &&
+                                                fix_same(w->f.pool, w->f.blocks, w->pool, w->blocks, w->n_blocks); }
 #endif
