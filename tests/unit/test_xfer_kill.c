@@ -63,7 +63,11 @@ static void events(struct end *w, int64_t now)
             w->given = true;
             break;
         case PD_XE_OFFERED: pd_take(ev.move, &(struct pd_take){ .in_place = w->in_place }, now, &e); break;
-        case PD_XE_ACCEPTED: MUST(!pd_give_finish(ev.move, &w->f->d, &e)); break;
+        case PD_XE_ACCEPTED: {
+            int rc = pd_give_finish(ev.move, &w->f->d, &e);
+            MUST(!rc || rc == PD_ECANCEL);      /* the connection went since */
+            break;
+        }
         case PD_XE_TAKEN: {
             uint32_t n, *b = pd_take_blocks(ev.move, &n);
             step(w);
