@@ -11,6 +11,7 @@
 #include "../base/log.h"
 #include "../base/stop.h"
 #include "endpoint.h"
+#include "unix.h"
 
 #define PIPE_BYTES (1 << 20)
 #define RETRY_US 20000
@@ -57,32 +58,11 @@ static void enlarge_pipe(int fd)
 
 /* ---- Unix sockets ---- */
 
-static int address(const char *path, struct sockaddr_un *a, struct pd_err *e)
-{
-    *a = (struct sockaddr_un){ .sun_family = AF_UNIX };
-    if (strlen(path) >= sizeof a->sun_path)
-        return pd_fail(e, PD_EUSAGE, "%s: a socket's path has at most %zu bytes", path, sizeof a->sun_path - 1);
-    strcpy(a->sun_path, path);
-    return 0;
-}
-
-/* Whoever runs as another user is turned away, root excepted, whatever the modes of the directories above. */
-static int check_peer(int fd, const char *path, struct pd_err *e)
-{
-    struct ucred c;
-    socklen_t n = sizeof c;
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &n))
-        return pd_fail_sys(e, "%s: cannot tell who the peer is", path);
-    if (c.uid != geteuid() && c.uid != 0)
-        return pd_fail(e, PD_EFAIL, "%s: the peer runs as uid %u, not as %u; refused", path, (unsigned)c.uid, (unsigned)geteuid());
-    return 0;
-}
-
 static int connect_unix(const char *path, int64_t timeout_us, struct pd_endpoint *ep, struct pd_err *e)
 {
     struct sockaddr_un a;
     int64_t until = pd_mono_us() + timeout_us;
-    int rc = address(path, &a, e);
+    int rc = pd_unix_address(path, &a, e);
     while (!rc) {
         if (pd_stop_level())        /* the signal may have come before we began to wait */
             return pd_fail(e, PD_ECANCEL, "%s: interrupted while connecting", path);
@@ -90,7 +70,7 @@ static int connect_unix(const char *path, int64_t timeout_us, struct pd_endpoint
         if (fd < 0)
             return pd_fail_sys(e, "%s: cannot make a socket", path);
         if (!connect(fd, (struct sockaddr *)&a, sizeof a)) {
-            rc = check_peer(fd, path, e);
+            rc = pd_unix_check_peer(fd, path, e);
             if (rc)
                 close(fd);
             else
@@ -114,44 +94,12 @@ static int connect_unix(const char *path, int64_t timeout_us, struct pd_endpoint
     return rc;
 }
 
-/* A socket that nobody answers on is left over from a killed process and is replaced; anything else at the path is somebody's. */
-static int clear_stale(const char *path, const struct sockaddr_un *a, struct pd_err *e)
-{
-    struct stat st;
-    if (lstat(path, &st))
-        return errno == ENOENT ? 0 : pd_fail_sys(e, "%s", path);
-    if (!S_ISSOCK(st.st_mode))
-        return pd_fail(e, PD_EUSAGE, "%s exists and is no socket; choose another path", path);
-    /* A datagram socket is told of a live listener (EPROTOTYPE) without being taken for the one peer that it waits for. */
-    int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0)
-        return pd_fail_sys(e, "%s: cannot make a socket", path);
-    int refused = connect(fd, (const struct sockaddr *)a, sizeof *a) && errno == ECONNREFUSED;
-    close(fd);
-    if (!refused)
-        return pd_fail(e, PD_EUSAGE, "%s: another process listens there; choose another path", path);
-    return unlink(path) && errno != ENOENT ? pd_fail_sys(e, "%s: cannot remove the old socket", path) : 0;
-}
-
 static int listen_unix(const char *path, struct pd_endpoint *ep, struct pd_err *e)
 {
-    struct sockaddr_un a;
-    bool named = false;
-    int l = -1, rc = address(path, &a, e);
-    rc = rc ? rc : clear_stale(path, &a, e);
+    struct pd_unix_name name;
+    int l = -1, rc = pd_unix_listen(path, 1, &l, &name, e);
     if (rc)
         return rc;
-    l = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    /* The name gets the socket's own mode (less the umask), so that it is never open to others, not even for a moment. */
-    if (l < 0 || fchmod(l, 0600) || bind(l, (struct sockaddr *)&a, sizeof a)) {
-        rc = pd_fail_sys(e, "%s: cannot listen", path);
-        goto out;
-    }
-    named = true;
-    if (listen(l, 1)) {
-        rc = pd_fail_sys(e, "%s: cannot listen", path);
-        goto out;
-    }
     while (ep->fd < 0) {
         struct pd_err why;
         struct pollfd peer = { .fd = l, .events = POLLIN };
@@ -168,7 +116,7 @@ static int listen_unix(const char *path, struct pd_endpoint *ep, struct pd_err *
             rc = pd_fail_sys(e, "%s: cannot accept a peer", path);
         if (rc)
             goto out;
-        if (fd >= 0 && check_peer(fd, path, &why)) {
+        if (fd >= 0 && pd_unix_check_peer(fd, path, &why)) {
             pd_warn("%s", why.msg);
             close(fd);
         } else if (fd >= 0)
@@ -176,10 +124,8 @@ static int listen_unix(const char *path, struct pd_endpoint *ep, struct pd_err *
     }
 out:
     /* One peer is served: the name goes as soon as it came, and a second one finds nothing rather than a queue without end. */
-    if (named)
-        unlink(path);
-    if (l >= 0)
-        close(l);
+    pd_unix_unlink(path, &name);
+    close(l);
     return rc;
 }
 

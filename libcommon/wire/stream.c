@@ -16,13 +16,14 @@
 /* ---- reader ---- */
 
 enum { MIN_ROOM = 1 << 18,      /* asked of one read when the need is not known: small enough to stay in the cache */
+       FED_ROOM = 1 << 14,      /* the same of a fed stream, of which there may be thousands */
        AHEAD = 1 << 14 };       /* read past a known need, so that the next record's head comes along; only this much is ever moved */
 
 enum mode { UNDECIDED, MSGPACK, JSON, LINES };
 
 struct pd_rstream {
     int fd;
-    bool own, lines, eof, dead;
+    bool own, lines, eof, dead, exact;
     enum mode mode;
     size_t max_record;
     char name[64];
@@ -116,10 +117,53 @@ static int make_room(struct pd_rstream *s, size_t want, struct pd_err *e)
     return 0;
 }
 
+/* How much to read now: what the record at begin needs, as far as that is known. */
+static size_t wanted(const struct pd_rstream *s)
+{
+    size_t have = s->end - s->begin, need = s->need > have ? s->need - have : 0;
+    if (s->exact && s->mode != JSON)
+        return need ? need : 1;
+    return need ? need + AHEAD : s->fd < 0 ? FED_ROOM : MIN_ROOM;
+}
+
+void pd_rstream_exact(struct pd_rstream *s, bool exact) { s->exact = exact; }
+
+int pd_rstream_room(struct pd_rstream *s, uint8_t **p, size_t *n, struct pd_err *e)
+{
+    size_t want = wanted(s);
+    if (want > MIN_ROOM)        /* a count alone makes no room: what a peer announces and does not send costs no memory */
+        want = MIN_ROOM;
+    int rc = make_room(s, want, e);
+    *p = s->buf + s->end;
+    *n = want;
+    return rc;
+}
+
+void pd_rstream_fed(struct pd_rstream *s, size_t n)
+{
+    s->end += n;
+    s->eof |= n == 0;
+}
+
+bool pd_rstream_empty(const struct pd_rstream *s) { return s->begin == s->end; }
+
+/* A fed stream that has nothing to give gives back the room of a large record. */
+static int hungry(struct pd_rstream *s)
+{
+    if (s->begin == s->end && s->cap > 4 * FED_ROOM) {
+        pd_free(s->buf);
+        s->buf = NULL;
+        s->begin = s->end = s->cap = 0;
+    }
+    if (s->rec.cap > 4 * FED_ROOM)
+        pd_buf_free(&s->rec);
+    return 2;
+}
+
 /* One read. 1: bytes came or the end was reached, 2: nothing within timeout_ms, < 0: an error. */
 static int fill(struct pd_rstream *s, int timeout_ms, struct pd_err *e)
 {
-    size_t have = s->end - s->begin, want = s->need > have ? s->need - have + AHEAD : MIN_ROOM;
+    size_t have = s->end - s->begin, want = wanted(s);
     struct pollfd p = { .fd = s->fd, .events = POLLIN };
     int ready = poll(&p, 1, timeout_ms);
     if (ready == 0 || (ready < 0 && errno == EINTR))
@@ -325,6 +369,8 @@ int pd_rstream_next(struct pd_rstream *s, int timeout_ms, struct pd_rec *rec, bo
                 return 0;
             return cut_short(s, "", e);
         }
+        if (s->fd < 0)
+            return hungry(s);
         int wait = timeout_ms;
         if (timeout_ms > 0) {
             int64_t left = until - pd_mono_us();

@@ -2,7 +2,8 @@
  *
  * Reader: the first non-space byte decides: '{' JSON Lines, a msgpack map byte msgpack, anything else one prompt a line when `lines` is set and an
  * error without. All come out as msgpack records. Reading is incremental: pd_rstream_next with timeout 0 never blocks, so that an engine can
- * look for work between two steps. The fd itself may be blocking (poll is asked first).
+ * look for work between two steps. The fd itself may be blocking (poll is asked first). With fd -1 the stream is fed: the caller reads, into the room that
+ * it is given, and pd_rstream_next gives out what came (pd_rstream_room).
  * Writer: msgpack, JSON Lines or nothing but what the caller writes raw. Blocking writes; SIGPIPE must be ignored by main: EPIPE becomes PD_ECANCEL.
  */
 #ifndef PD_WIRE_STREAM_H
@@ -24,13 +25,21 @@ int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **
  * with *bad set for one bad line or record of JSON that may be skipped: the next call goes on after it. */
 int pd_rstream_next(struct pd_rstream *s, int timeout_ms, struct pd_rec *rec, bool *bad, struct pd_err *e);
 bool pd_rstream_is_json(const struct pd_rstream *s);
+/* A fed stream: where the next bytes go (*n of them at the most), when pd_rstream_next has said 2; then how many came, 0: the end. An idle stream keeps
+ * little memory. */
+int pd_rstream_room(struct pd_rstream *s, uint8_t **p, size_t *n, struct pd_err *e);
+void pd_rstream_fed(struct pd_rstream *s, size_t n);
+/* Ask for no byte past the end of a msgpack record, at the price of some more reads: for a socket that may be handed on after it. */
+void pd_rstream_exact(struct pd_rstream *s, bool exact);
+bool pd_rstream_empty(const struct pd_rstream *s);      /* no byte of a record that is not complete waits */
 void pd_rstream_free(struct pd_rstream *s);
 
 enum pd_format { PD_FMT_MSGPACK, PD_FMT_JSON };
 struct pd_wstream;
 int pd_wstream_new(int fd, enum pd_format f, bool own_fd, const char *name, struct pd_wstream **out, struct pd_err *e);
 int pd_wstream_put(struct pd_wstream *w, const void *rec, size_t n, struct pd_err *e);          /* one record; converted when JSON */
-int pd_wstream_putv(struct pd_wstream *w, const struct iovec *v, int n, struct pd_err *e);      /* one msgpack record in pieces, written without copying; flushes first. JSON: gathered and converted */
+/* one msgpack record in pieces, written without copying; flushes first. JSON: gathered and converted */
+int pd_wstream_putv(struct pd_wstream *w, const struct iovec *v, int n, struct pd_err *e);
 int pd_wstream_raw(struct pd_wstream *w, const void *p, size_t n, struct pd_err *e);            /* text as it is */
 int pd_wstream_flush(struct pd_wstream *w, struct pd_err *e);
 /* A write failed (or a second signal ended it): nothing more goes out. False after a put that failed: that record alone cannot be written as JSON. */
