@@ -1,10 +1,11 @@
-/* pd-decode: KV descriptors (or bare requests) in, tokens and results out. */
+/* pd-decode: KV descriptors (or bare requests) in, tokens and results out; with --listen a daemon. */
 #include "../libcommon/engine/decoder.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/kv/dump.h"
+#include "../libcommon/serve/worker.h"
 #include "../libcommon/wire/endpoint.h"
 
-static char *on_mismatch;
+static char *on_mismatch, *role;
 static int text, stream, keep_going, strict;
 static struct poptOption options[] = {
     { "text", '\0', POPT_ARG_NONE, &text, 0, "write the generated text alone, in order of input", NULL },
@@ -12,9 +13,34 @@ static struct poptOption options[] = {
     { "on-mismatch", '\0', POPT_ARG_STRING, &on_mismatch, 0, "KV that fails a check: recompute (default) or fail", "WHAT" },
     { "keep-going", 'k', POPT_ARG_NONE, &keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a run was recovered from a fault", NULL },
+    { "role", '\0', POPT_ARG_STRING, &role, 0, "as a daemon: both (whole requests are run here)", "ROLE" },
+    PD_DAEMON_OPTIONS,
     PD_ENGINE_OPTIONS,
     PD_CLI_COMMON
 };
+
+static int serve(struct pd_err *e)
+{
+    struct pd_runtime rt = { 0 };
+    struct pd_trace *trace = NULL;
+    struct pd_daemon_opts o = { .role = "both" };
+    int64_t max = pd_cli_max_record(e);
+    int rc = max < 0 ? e->code : pd_daemon_from_cli(&o, e);
+    if (rc < 0)
+        return rc;
+    if (!role || strcmp(role, "both"))
+        return pd_fail(e, PD_EUSAGE, "--listen: this build serves whole requests only (add --role both)");
+    if (pd_cli.in || pd_cli.out || pd_cli.format || text || on_mismatch || keep_going || strict || pd_engine_cli.lines)
+        return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --text, --lines, --on-mismatch, -k and --strict are for filters (each client has the form that it writes)");
+    o.max_record = (size_t)max;
+    if ((rc = pd_engine_open("both", &rt, e)) == 0 && (rc = pd_engine_trace("both", &rt, &trace, e)) == 0) {
+        struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .trace = trace };
+        rc = pd_worker_serve(&rt, &w, &o, e);
+    }
+    pd_trace_close(trace);
+    pd_runtime_close(&rt);
+    return rc;
+}
 
 static int run(const char **args, int *status, struct pd_err *e)
 {
@@ -33,6 +59,10 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (on_mismatch && strcmp(on_mismatch, "recompute") && strcmp(on_mismatch, "fail"))
         return pd_fail(e, PD_EUSAGE, "--on-mismatch: '%s' is unknown (recompute or fail)", on_mismatch);
+    if (pd_daemon_cli.listen)
+        return serve(e);
+    if (role || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
+        return pd_fail(e, PD_EUSAGE, "--role, --metrics, --ready-fd, --max-connections and --insecure are for daemons (add --listen unix:PATH)");
     if (text && stream)
         return pd_fail(e, PD_EUSAGE, "--text and --stream exclude each other (text is written as it comes anyway)");
     if (text && pd_cli.format)

@@ -4,10 +4,13 @@
 #include "../base/log.h"
 #include "decoding.h"
 
-static void put(struct pd_decoder *d, const struct pd_buf *b, int rc, struct pd_err *e)
+/* One record or several of a run. */
+static void put(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_buf *b, int rc, struct pd_err *e)
 {
-    if (rc == 0)
-        rc = pd_wstream_put(d->out, b->p, b->n, e);
+    if (rc == 0 && d->sink)
+        d->sink->put(d->sink->ctx, r, b->p, b->n);
+    else if (rc == 0)
+        rc = pd_put_records(d->out, b->p, b->n, e);
     if (rc < 0)
         pd_dc_fatal(d, e);
 }
@@ -26,7 +29,7 @@ static void put_token(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice
     c->streamed = c->text.text.n;
     struct pd_buf b = { 0 };
     struct pd_err e;
-    put(d, &b, pd_token_encode(&rec, &b, &e), &e);
+    put(d, r, &b, pd_token_encode(&rec, &b, &e), &e);
     pd_buf_free(&b);
 }
 
@@ -64,7 +67,7 @@ static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
     }
     struct pd_buf b = { 0 };
     struct pd_err e;
-    put(d, &b, pd_result_encode(&res, &b, &e), &e);
+    put(d, r, &b, pd_result_encode(&res, &b, &e), &e);
     pd_buf_free(&b);
 }
 
@@ -119,7 +122,7 @@ void pd_dc_tell(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *
     pd_refusal_log(&r->in.req, why);
     d->status = pd_exit_worse(d->status, why->code);
     if (!d->o->text)
-        put(d, &b, pd_refusal_error(&r->in.req, why, "abort", &b, &e), &e);
+        put(d, r, &b, pd_refusal_error(&r->in.req, why, "abort", &b, &e), &e);
     pd_buf_free(&b);
 }
 
@@ -139,12 +142,37 @@ void pd_dc_refuse(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err
     pd_dc_step_end(d, r, why);
     d->status = pd_exit_worse(d->status, why->code);
     if (!d->o->text) {
-        if (pd_refusal_encode(&r->in.req, why, "abort", &as, &b, &e) < 0)
-            pd_dc_fatal(d, &e);
-        else if (pd_put_records(d->out, b.p, b.n, &e) < 0)
-            pd_dc_fatal(d, &e);
+        put(d, r, &b, pd_refusal_encode(&r->in.req, why, "abort", &as, &b, &e), &e);
         pd_buf_free(&b);
     }
+    pd_dc_run_free(d, r);
+}
+
+void pd_dc_end(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why)
+{
+    bool cancelled = why->code == PD_ECANCEL;
+    if (r->run) {
+        pd_run_drop(d->batch, r->run);
+        r->run = NULL;
+        d->n_active--;
+    }
+    if (!r->choice) {
+        pd_dc_refuse(d, r, why);
+        return;
+    }
+    for (int32_t i = 0; i < r->in.req.n; i++) {
+        uint32_t tokens = (uint32_t)(r->choice[i].tokens.n / sizeof(int32_t));
+        if (!r->choice[i].done && tokens > 1)
+            pd_dc_step_tokens(d, r, PD_ST_STREAMING, (uint32_t)i, 1, tokens - 1);
+    }
+    if (!cancelled && !r->told) {
+        r->told = true;
+        pd_dc_tell(d, r, why);
+    }
+    pd_dc_step_end(d, r, why);
+    for (int32_t i = 0; i < r->in.req.n; i++)
+        if (!r->choice[i].done)
+            put_result(d, r, (uint32_t)i, cancelled ? "cancelled" : "error");
     pd_dc_run_free(d, r);
 }
 
@@ -171,7 +199,7 @@ bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, u
     bool last = stop_token || (int64_t)pos + 1 >= r->in.req.max_tokens || r->in.n_tokens + pos + 1 >= (uint32_t)d->rt->model->cfg.n_ctx;
     if (last && !c->text.stopped && pd_text_end(&c->text, &e) < 0)      /* what was held back belongs to the last token */
         pd_dc_fatal(d, &e);
-    if (d->o->stream && !d->o->text)
+    if (r->stream && !d->o->text)
         put_token(d, r, choice, pos, t);
     return c->text.stopped;
 }

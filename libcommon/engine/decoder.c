@@ -18,6 +18,7 @@ struct pd_dc_run *pd_dc_run_new(struct pd_decoder *d, struct pd_err *e)
     *d->tail = r;
     d->tail = &r->next;
     r->mode = "aggregated";
+    r->stream = d->o->stream;
     return r;
 }
 
@@ -31,6 +32,8 @@ void pd_dc_run_free(struct pd_decoder *d, struct pd_dc_run *r)
                 d->tail = q;
             break;
         }
+    if (d->sink && d->sink->over)
+        d->sink->over(d->sink->ctx, r);
     for (int32_t i = 0; r->choice && i < r->in.req.n; i++) {
         pd_text_free(&r->choice[i].text);
         pd_buf_free(&r->choice[i].tokens);
@@ -111,6 +114,7 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
     bool last = run->n_open == 0;
     if (last) {
         pd_run_drop(d->batch, run);
+        r->run = NULL;
         d->n_active--;
     }
     if (why && !r->told) {
@@ -123,7 +127,6 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
 void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, uint32_t n_blocks)
 {
     struct pd_err e;
-    struct pd_run *run;
     struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .blocks = blocks, .n_blocks = n_blocks,
                         .spent_us = pd_mono_us() - r->in.t_accept + r->before_us };
     if (blocks) {
@@ -135,7 +138,7 @@ void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, u
     r->begun = r->decoding = blocks != NULL;
     if (blocks)
         pd_dc_step(d, r, PD_ST_DECODE_STARTED, 0, NULL);
-    int rc = pd_batch_submit(d->batch, &j, &run, &e);
+    int rc = pd_batch_submit(d->batch, &j, &r->run, &e);
     if (rc < 0) {
         d->n_active--;
         pd_dc_refuse(d, r, &e);
@@ -255,6 +258,8 @@ static void step(struct pd_decoder *d)
     int rows = pd_batch_step(d->batch, &e);
     if (rows < 0)
         pd_dc_fatal(d, &e);
+    if (d->sink)
+        return;         /* a daemon's work has no end to tell */
     struct pd_batch_stats st = pd_batch_stats(d->batch);
     pd_run_progress("decode", d->t0, st.prompt_rows + st.decode_rows, st.rows_left, st.runs);
 }
@@ -286,6 +291,32 @@ static bool unstick(struct pd_decoder *d, bool may_wait)
     return false;
 }
 
+bool pd_dc_turn(struct pd_decoder *d, bool may_wait)
+{
+    uint64_t before = pd_batch_stats(d->batch).steps;
+    step(d);
+    return pd_batch_stats(d->batch).steps == before && pd_batch_busy(d->batch) && unstick(d, may_wait);
+}
+
+int pd_dc_open(struct pd_decoder *d, struct pd_err *e)
+{
+    struct pd_batch_cb cb = { d, NULL, on_token, on_finished, on_started };
+    struct pd_batch_opts bo = { d->rt->chunk, d->rt->max_seqs };
+    d->tail = &d->head;
+    return pd_batch_new(d->rt->model, d->rt->threads, d->rt->k, d->rt->pool, &bo, &cb, &d->batch, e);
+}
+
+void pd_dc_close(struct pd_decoder *d)
+{
+    pd_batch_free(d->batch);
+    while (d->head) {
+        d->head->run = NULL;    /* it went with the batch */
+        pd_dc_run_free(d, d->head);
+    }
+    pd_seen_free(&d->gens);
+    pd_seen_free(&d->requests);
+}
+
 /* The input is over: what was still on its way gives its blocks back at once. */
 static void close_input(struct pd_decoder *d, bool *open)
 {
@@ -298,13 +329,10 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
                   struct pd_err *e)
 {
     struct pd_decoder d = { .rt = rt, .o = o, .out = out, .trace = trace, .t0 = pd_mono_us() };
-    d.tail = &d.head;
-    struct pd_batch_cb cb = { &d, NULL, on_token, on_finished, on_started };
-    struct pd_batch_opts bo = { rt->chunk, rt->max_seqs };
     bool open = true, stuck = false;    /* stuck: wait for input, as no run can go on before an import ends */
     uint32_t limit = 4 * rt->max_seqs;
     int rc;
-    if ((rc = pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &bo, &cb, &d.batch, e)) < 0)
+    if ((rc = pd_dc_open(&d, e)) < 0)
         goto out;
     while (!d.fatal.code && (open || pd_batch_busy(d.batch))) {
         if (pd_stop_level() > 1) {
@@ -331,12 +359,8 @@ int pd_decode_run(struct pd_runtime *rt, const struct pd_decode_opts *o, struct 
             if (got == 1)
                 continue;
         }
-        if (pd_batch_busy(d.batch)) {
-            uint64_t before = pd_batch_stats(d.batch).steps;
-            step(&d);
-            if (pd_batch_stats(d.batch).steps == before && pd_batch_busy(d.batch))
-                stuck = unstick(&d, open && d.n_active < limit);
-        }
+        if (pd_batch_busy(d.batch))
+            stuck = pd_dc_turn(&d, open && d.n_active < limit);
         if (o->text)
             pd_dc_print_text(&d);
         struct pd_err we;
@@ -359,10 +383,6 @@ out:
     *status = d.status;
     for (struct pd_dc_run *r = d.head; r && rc < 0; r = r->next)
         pd_dc_step_end(&d, r, e);
-    pd_batch_free(d.batch);
-    while (d.head)
-        pd_dc_run_free(&d, d.head);
-    pd_seen_free(&d.gens);
-    pd_seen_free(&d.requests);
+    pd_dc_close(&d);
     return rc;
 }

@@ -1,4 +1,5 @@
-/* Inside the decoder, shared by its three files: decoder.c (the loop), receive.c (runs that come with KV), answer.c (what goes out). Not installed for users: decoder.h is. */
+/* Inside the decoder, shared by its three files: decoder.c (the loop of the filter, and what a daemon's loop is made of: serve/worker), receive.c (runs that
+ * come with KV), answer.c (what goes out). Not installed for users: decoder.h is. */
 #ifndef PD_ENGINE_DECODING_H
 #define PD_ENGINE_DECODING_H
 #include "../base/seen.h"
@@ -30,7 +31,17 @@ struct pd_dc_run {
     int64_t kv_us, before_us;   /* verify and copy; what passed before the kv record came (the descriptor's stages) */
     struct pd_dc_choice *choice;      /* [req.n], the arena's */
     uint32_t n_done;
+    bool stream;                /* token records too */
+    struct pd_run *run;         /* while the batch has it */
+    void *user;                 /* a daemon's */
     struct pd_dc_run *next;        /* in order of input */
+};
+
+/* Where the records of a run go, when not to `out`: a daemon has a client for each. */
+struct pd_dc_sink {
+    void *ctx;
+    void (*put)(void *ctx, struct pd_dc_run *r, const uint8_t *p, size_t n);    /* records, one after the other */
+    void (*over)(void *ctx, struct pd_dc_run *r);       /* its last record was put; it is about to be freed */
 };
 
 enum { PD_MAX_ON_WAY = 16384 };        /* runs whose KV is on its way: what prefill has in hand at the most */
@@ -39,7 +50,8 @@ struct pd_decoder {
     struct pd_runtime *rt;
     const struct pd_decode_opts *o;
     struct pd_batch *batch;
-    struct pd_wstream *out;
+    struct pd_wstream *out;     /* or */
+    const struct pd_dc_sink *sink;
     struct pd_trace *trace;
     struct pd_dc_run *head, **tail;
     uint32_t n_active;          /* submitted, not finished */
@@ -57,6 +69,11 @@ enum pd_dc_match { PD_BY_GEN,   /* of this generation, or one whose offer could 
                    PD_BY_NAME };        /* failing that any of the run's id */
 
 /* decoder.c */
+/* The batch, for a decoder whose rt, o, out or sink, trace and t0 are set. */
+int pd_dc_open(struct pd_decoder *d, struct pd_err *e);
+void pd_dc_close(struct pd_decoder *d);         /* frees all runs */
+/* One step, when the batch is busy. Where nothing can run for want of blocks, somebody gives his up. may_wait: input may end an import; true: wait for it. */
+bool pd_dc_turn(struct pd_decoder *d, bool may_wait);
 void pd_dc_fatal(struct pd_decoder *d, const struct pd_err *e);         /* the command ends with the first of these */
 struct pd_dc_run *pd_dc_run_new(struct pd_decoder *d, struct pd_err *e);        /* at the end of the list */
 void pd_dc_run_free(struct pd_decoder *d, struct pd_dc_run *r);
@@ -82,7 +99,11 @@ int pd_dc_make_choices(struct pd_dc_run *r, const struct pd_tokenizer *tok, stru
 /* One token of a choice reaches the run: kept, turned into text, streamed. True: a stop string ends the choice. */
 bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, uint32_t pos, const struct pd_sampled *t);
 void pd_dc_choice_done(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason);        /* the run may be gone after its last one */
-void pd_dc_tell(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);  /* why a run or a choice of it failed: to a person, the status, an `error` record */
+/* why a run or a choice of it failed: to a person, the status, an `error` record */
+void pd_dc_tell(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);
 void pd_dc_refuse(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);        /* error and results; frees the run */
+/* Ends a run in mid-course: PD_ECANCEL: results with what there is and finish_reason cancelled; else an error, and results that say so. Its blocks are free
+ * afterwards; frees the run. */
+void pd_dc_end(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);
 void pd_dc_print_text(struct pd_decoder *d);    /* text mode: what may be shown of the oldest run */
 #endif

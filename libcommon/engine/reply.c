@@ -14,11 +14,10 @@ static bool id_is_plain(struct pd_bin id)
     return pd_get_int(id, &i) || (pd_get_str(id, &s) && pd_utf8_invalid(s.p, s.n) < 0);
 }
 
-int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e)
+int pd_intake_read(const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e)
 {
     memset(in, 0, sizeof *in);
     in->t_accept = pd_mono_us();
-    struct pd_buf ids = { 0 };
     int rc = pd_request_decode(rec, n, &in->mem, &in->req, e), rc2;
     if (rc < 0) {       /* keep what names it */
         struct pd_bin id;
@@ -35,9 +34,15 @@ int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, in
             return rc2;
         if (in->req.n < 1 || in->req.n > 128)
             in->req.n = 1;
-        return rc;
     }
-    if ((rc = pd_prompt_tokens(rt, &in->req, &ids, e)) < 0)
+    return rc;
+}
+
+int pd_intake_tokens(const struct pd_runtime *rt, struct pd_intake *in, struct pd_err *e)
+{
+    struct pd_buf ids = { 0 };
+    int rc = pd_prompt_tokens(rt, &in->req, &ids, e);
+    if (rc < 0)
         goto out;
     in->n_tokens = (uint32_t)(ids.n / sizeof(int32_t));
     if (!(in->tokens = pd_arena_dup(&in->mem, ids.p ? ids.p : (const uint8_t *)"", ids.n, e)))
@@ -45,6 +50,12 @@ int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, in
 out:
     pd_buf_free(&ids);
     return rc;
+}
+
+int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e)
+{
+    int rc = pd_intake_read(rec, n, seed, in, e);
+    return rc < 0 ? rc : pd_intake_tokens(rt, in, e);
 }
 
 void pd_intake_free(struct pd_intake *in) { pd_arena_free(&in->mem); }

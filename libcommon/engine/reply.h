@@ -14,6 +14,9 @@ struct pd_intake {              /* one request, ready to run; free the arena to 
 #define PD_RUN_TWICE "request: run %s came already in this stream (leave run out: one is made)"
 /* Decodes, resolves, tokenises. On failure in->req holds what could be read (id, run), for the refusal. */
 int pd_intake_take(const struct pd_runtime *rt, const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e);
+/* Its two halves, for a daemon: what is quick, and what takes time by the prompt's length. */
+int pd_intake_read(const uint8_t *rec, size_t n, int64_t seed, struct pd_intake *in, struct pd_err *e);
+int pd_intake_tokens(const struct pd_runtime *rt, struct pd_intake *in, struct pd_err *e);
 void pd_intake_free(struct pd_intake *in);
 
 /* The `error` record of a failed request. */

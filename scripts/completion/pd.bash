@@ -17,6 +17,7 @@ _pd() {
         --kv-dtype) words="f16 f32 bf16" ;;
         --kv) words="inline" ;;
         --on-mismatch) words="recompute fail" ;;
+        --role) words="both" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
         --chunk | -t | --threads | --block-size | --seed | --bound | --last | --trace-max) return ;;
         -m | --model | -i | --input | -o | --output | --trace | --ids | --out) compopt -o default 2>/dev/null; return ;;
