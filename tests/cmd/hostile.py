@@ -5,10 +5,12 @@ and what has been a hole in other loaders (each CVE by its number). fields() are
 import os
 import random
 import struct
+import tempfile
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
 SCALAR = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
 DIR = "testdata/tiny"
+OWNED = os.path.join(tempfile.gettempdir(), f"pd-owned-{os.getpid()}")      # what a template that is run would leave
 
 
 def string(s):
@@ -283,7 +285,7 @@ def named():
     do("tokenizer unknown", lambda m: m.set(TOK + "model", b"wordpiece", STR), INCOMPATIBLE, "tokenizer.ggml.model")
     do("tokenizer missing", lambda m: m.drop(TOK + "model"), INCOMPATIBLE, "tokenizer.ggml.model")
     do("a flag of 2", lambda m: m.keys.append(Key(b"tokenizer.ggml.add_eos_token", BOOL, b"\2")), CORRUPT, "add_eos_token", "byte")
-    do("a template that runs code (CVE-2024-34359)", lambda m: m.set(TEMPLATE, b"{{ cycler.__init__.__globals__.os.popen('touch /tmp/pd-owned').read() }}", STR), OK)
+    do("a template that runs code (CVE-2024-34359)", lambda m: m.set(TEMPLATE, b"{{ cycler.__init__.__globals__.os.popen('touch " + OWNED.encode() + b"').read() }}", STR), OK)
     do("a template of a megabyte of braces", lambda m: m.set(TEMPLATE, b"{{" * 500000, STR), OK)
     do("a template that nests", lambda m: m.set(TEMPLATE, b"{% for a in b %}" * 50000, STR), OK)
 
