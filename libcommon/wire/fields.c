@@ -15,6 +15,13 @@ void pd_pack_top(struct pd_packer *k, const struct pd_top *top, uint32_t n)
     }
 }
 
+void pd_pack_strs(const struct pd_str *s, uint32_t n, struct pd_packer *k)
+{
+    msgpack_pack_array(&k->pk, n);
+    for (uint32_t i = 0; i < n; i++)
+        pd_pack_str(k, s[i]);
+}
+
 static const void *at(const void *rec, size_t off) { return (const char *)rec + off; }
 #define AT(T, off) (*(const T *)at(rec, off))
 
@@ -187,6 +194,21 @@ int pd_unpack_int(const char *name, struct pd_bin v, int64_t lo, int64_t hi, int
         return wrong(name, want, v, u);
     }
     *out = i;
+    return 0;
+}
+
+int pd_unpack_strs(const char *name, struct pd_bin v, struct pd_str **out, uint32_t *n, struct pd_unpack *u)
+{
+    struct pd_iter it;
+    struct pd_bin x;
+    int rc;
+    if (!pd_iter_open(&it, v, PD_T_ARRAY) || it.left > 64)
+        return pd_fail(u->e, u->code, "%s must be a list of at most 64 strings", name);
+    if (!(*out = pd_arena_alloc(u->a, (size_t)it.left, sizeof **out, u->e)))
+        return PD_ENOMEM;
+    for (*n = 0; pd_iter_next(&it, &x); ++*n)
+        if ((rc = pd_unpack_str(name, x, &(*out)[*n], u)))
+            return rc;
     return 0;
 }
 

@@ -143,6 +143,43 @@ struct pd_event {
     int64_t t_us, mono_us;
 };
 
+/* `worker`: who a worker is, what it can hold and how busy it is: its registration, sent again at each heartbeat (../serve/register.h).
+ * fp_fields and layout as in a kv or hello. Counts of the load are those of one moment. */
+struct pd_parallel { uint32_t tp, pp, ep; };
+struct pd_capacity {
+    uint32_t blocks, block_size;        /* the most KV blocks the pool may grow to, and the tokens of one */
+    uint32_t max_seqs, max_runs;        /* sequences in a batch, runs taken in at once */
+    uint32_t context;                   /* tokens the model can see */
+};
+struct pd_load {
+    uint32_t runs, waiting, seqs;       /* runs in hand; of them those with nothing in the batch yet; sequences in the batch */
+    uint32_t blocks_used, blocks_leased;
+    uint64_t prefill_tokens_ahead;      /* prompt tokens taken in and not yet computed */
+    uint64_t kv_tokens;                 /* tokens whose KV running sequences read at each step */
+};
+struct pd_worker_rec {
+    struct pd_str worker;               /* role@host:pid, as in results and events */
+    char role[12], state[12];           /* "prefill" "decode" "both"; "starting" "ready" "draining" "gone" */
+    struct pd_str model_revision, numerics, domain;
+    uint8_t fp_sha[PD_SHA_LEN]; struct pd_bin fp_fields;
+    struct pd_kv_layout layout;
+    struct pd_parallel parallel;
+    struct pd_str *adapters; uint32_t n_adapters;
+    struct pd_capacity capacity;
+    struct pd_load load;
+    struct pd_str *via; uint32_t n_via;         /* transfer schemes, best first */
+    struct pd_str *caps; uint32_t n_caps;       /* "in_place", "resume", "held" */
+    uint64_t epoch;
+    struct pd_str listen;               /* "unix:/absolute/path"; absent: it listens nowhere (--describe) */
+    uint8_t life[8]; bool has_life;     /* the first half of each generation this process gives */
+    uint8_t boot[16]; bool has_boot;    /* the host's boot id; netns: its network namespace (inode), 0 unknown */
+    uint64_t netns;
+    uint32_t pid;                       /* 0: not known */
+    int64_t beat_us;                    /* how often this record comes; 0: once */
+    uint64_t seq;                       /* of this life's records on any connection, from 1 */
+    struct pd_extra extra;
+};
+
 /* Encoders append; on failure the buffer keeps its old length. pd_kvdesc_encode ends with `sum`, XXH3-64 (bin, big-endian) over all bytes of the
  * record before that key. pd_chunk_encode_head writes everything up to and including the header of `data` (the last key): the caller sends the bytes after it. */
 int pd_request_encode(const struct pd_request *r, struct pd_buf *b, struct pd_err *e);
@@ -152,6 +189,7 @@ int pd_token_encode(const struct pd_token *t, struct pd_buf *b, struct pd_err *e
 int pd_result_encode(const struct pd_result *r, struct pd_buf *b, struct pd_err *e);
 int pd_error_encode(const struct pd_error_rec *r, struct pd_buf *b, struct pd_err *e);
 int pd_event_encode(const struct pd_event *v, struct pd_buf *b, struct pd_err *e);
+int pd_worker_rec_encode(const struct pd_worker_rec *w, struct pd_buf *b, struct pd_err *e);
 
 /* Decoders take one framed record (frame.h). pd_kvdesc_decode checks `sum` first: PD_ECORRUPT. */
 int pd_request_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_request *r, struct pd_err *e);
@@ -161,6 +199,7 @@ int pd_token_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_tok
 int pd_result_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_result *r, struct pd_err *e);
 int pd_error_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_error_rec *r, struct pd_err *e);
 int pd_event_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_event *v, struct pd_err *e);
+int pd_worker_rec_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_worker_rec *w, struct pd_err *e);
 
 /* The value of a string key in a raw msgpack map, by skip-scan (no allocation). 1 found (*out: the value's raw bytes), 0 absent, < 0 malformed. */
 int pd_map_find(const void *map, size_t n, const char *key, struct pd_bin *out);

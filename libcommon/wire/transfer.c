@@ -3,33 +3,11 @@
 
 /* ---- hello ---- */
 
-static void pack_list(const struct pd_str *s, uint32_t n, struct pd_packer *k)
-{
-    msgpack_pack_array(&k->pk, n);
-    for (uint32_t i = 0; i < n; i++)
-        pd_pack_str(k, s[i]);
-}
-
-static int unpack_list(const char *name, struct pd_bin v, struct pd_str **out, uint32_t *n, struct pd_unpack *u)
-{
-    struct pd_iter it;
-    struct pd_bin x;
-    int rc;
-    if (!pd_iter_open(&it, v, PD_T_ARRAY) || it.left > 64)
-        return pd_fail(u->e, u->code, "%s must be a list of at most 64 strings", name);
-    if (!(*out = pd_arena_alloc(u->a, (size_t)it.left, sizeof **out, u->e)))
-        return PD_ENOMEM;
-    for (*n = 0; pd_iter_next(&it, &x); ++*n)
-        if ((rc = pd_unpack_str(name, x, &(*out)[*n], u)))
-            return rc;
-    return 0;
-}
-
 static const struct pd_hello *hello(const void *rec) { return rec; }
-static void enc_via(const void *rec, struct pd_packer *k) { pack_list(hello(rec)->via, hello(rec)->n_via, k); }
-static void enc_caps(const void *rec, struct pd_packer *k) { pack_list(hello(rec)->caps, hello(rec)->n_caps, k); }
-static int dec_via(void *rec, struct pd_bin v, struct pd_unpack *u) { struct pd_hello *h = rec; return unpack_list("via", v, &h->via, &h->n_via, u); }
-static int dec_caps(void *rec, struct pd_bin v, struct pd_unpack *u) { struct pd_hello *h = rec; return unpack_list("caps", v, &h->caps, &h->n_caps, u); }
+static void enc_via(const void *rec, struct pd_packer *k) { pd_pack_strs(hello(rec)->via, hello(rec)->n_via, k); }
+static void enc_caps(const void *rec, struct pd_packer *k) { pd_pack_strs(hello(rec)->caps, hello(rec)->n_caps, k); }
+static int dec_via(void *rec, struct pd_bin v, struct pd_unpack *u) { struct pd_hello *h = rec; return pd_unpack_strs("via", v, &h->via, &h->n_via, u); }
+static int dec_caps(void *rec, struct pd_bin v, struct pd_unpack *u) { struct pd_hello *h = rec; return pd_unpack_strs("caps", v, &h->caps, &h->n_caps, u); }
 static void enc_layout(const void *rec, struct pd_packer *k) { pd_fields_encode(&pd_layout_table, &hello(rec)->layout, false, 0, 0, k); }
 static int dec_layout(void *rec, struct pd_bin v, struct pd_unpack *u) { return pd_fields_decode(&pd_layout_table, v, &((struct pd_hello *)rec)->layout, u); }
 

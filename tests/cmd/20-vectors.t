@@ -37,7 +37,7 @@ def same_types(a, b):
         return len(a) == len(b) and all(map(same_types, a, b))
     return struct.pack("d", a) == struct.pack("d", b) if isinstance(a, float) else a == b
 
-print(f"1..{3 * len(names) + 2}")
+print(f"1..{3 * len(names) + 3}")
 for name in names:
     packed = open(name + ".msgpack", "rb").read()
     text = from_json(json.load(open(name + ".json")))
@@ -48,8 +48,12 @@ for name in names:
     check(msgpack.packb(text, use_bin_type=True) == packed, f"{short}: Python's msgpack writes the same bytes")
     check(list(read)[:2] == ["pd", "v"] and read["v"] == 1, f"{short}: pd and v come first")
 check(kinds == {"request", "offer", "kv", "chunk", "token", "result", "error", "event",
-                "hello", "accept", "done", "verified", "release", "status", "cancel", "slab"}, "every kind has a vector")
+                "hello", "accept", "done", "verified", "release", "status", "cancel", "slab", "worker"}, "every kind has a vector")
 kv = msgpack.unpackb(open("testdata/vectors/kv.msgpack", "rb").read())
 check(list(kv)[-1] == "sum" and struct.unpack("<%di" % kv["n_tokens"], kv["token_ids"])[5] == 338, "kv: sum is last, token_ids are little-endian int32")
+load = lambda name: msgpack.unpackb(open(f"testdata/vectors/{name}.msgpack", "rb").read())
+sent, resumed = load("request-routed")["route"], load("request-resumed")["route"]
+check(list(sent) == ["op", "policy", "mode", "p", "d", "early", "fallback", "future"] and sent["fallback"] is None and sent["p"]["at"] == "unix:/run/pd/p0"
+      and resumed["p"] is None and struct.unpack("<3i", resumed["resume"]) == (1, 450, 7483), "route: p and fallback are null where there is none, resume is little-endian int32")
 sys.exit(bad > 0)
 EOF

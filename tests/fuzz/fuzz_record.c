@@ -10,6 +10,23 @@ static void same(const struct pd_buf *a, const struct pd_buf *b)
         abort();
 }
 
+/* A route inside a request holds to the same. */
+static void route(const struct pd_request *q)
+{
+    struct pd_arena a = { 0 };
+    struct pd_buf one = { 0 }, two = { 0 };
+    struct pd_routing r;
+    struct pd_err e = { 0 };
+    if (q->route.p && !pd_routing_decode(q->route, &a, &r, &e)) {
+        if (pd_routing_encode(&r, &one, &e) || pd_routing_decode((struct pd_bin){ one.p, one.n }, &a, &r, &e) || pd_routing_encode(&r, &two, &e))
+            abort();
+        same(&one, &two);
+    }
+    pd_buf_free(&one);
+    pd_buf_free(&two);
+    pd_arena_free(&a);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
     struct pd_buf in = { 0 }, one = { 0 }, two = { 0 }, json = { 0 }, back = { 0 };
@@ -28,8 +45,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     same(&one, &back);
     struct pd_arena a = { 0 };
     struct pd_request r;
-    if (pd_kind_of(one.p, one.n) == PD_K_REQUEST && !pd_request_decode(one.p, one.n, &a, &r, &e))
+    if (pd_kind_of(one.p, one.n) == PD_K_REQUEST && !pd_request_decode(one.p, one.n, &a, &r, &e)) {
+        route(&r);
         pd_request_resolve(&r, 0, &e);
+    }
     pd_arena_free(&a);
 out:
     pd_buf_free(&in);

@@ -2,6 +2,7 @@
 #ifndef PD_TEST_SAMPLES_H
 #define PD_TEST_SAMPLES_H
 #include <stdio.h>
+#include "../../libcommon/wire/routing.h"
 #include "../../libcommon/wire/transfer.h"
 
 #define RUN_A "01ARZ3NDEKTSV4RRFFQ69G5FAV"
@@ -101,6 +102,47 @@ static inline struct pd_hello sample_hello(void)
     return h;
 }
 
+static inline struct pd_worker_rec sample_worker(void)
+{
+    struct pd_kvdesc d = sample_kv(true);
+    static struct pd_str adapter[] = { { "base@1", 6 }, { "fine@2", 6 } };
+    struct pd_worker_rec w = { .worker = STR("decode@host:17"), .role = "both", .state = "ready", .model_revision = STR("SmolLM2@0123456789ab"), .numerics = STR("cpu-f32-1"),
+        .domain = STR("rack-1"), .fp_fields = d.fp_fields, .layout = d.layout, .parallel = { 1, 2, 3 }, .adapters = adapter, .n_adapters = 2,
+        .capacity = { .blocks = 4096, .block_size = 16, .max_seqs = 64, .max_runs = 256, .context = 8192 },
+        .load = { .runs = 5, .waiting = 2, .seqs = 7, .blocks_used = 93, .blocks_leased = 12, .prefill_tokens_ahead = 1ull << 40, .kv_tokens = 1481 },
+        .via = sample_via, .n_via = 2, .caps = sample_caps, .n_caps = 3, .epoch = 3, .listen = STR("unix:/run/pd/d0"), .life = { 1, 2, 3, 4, 5, 6, 7, 8 }, .has_life = true,
+        .boot = "bootbootbootboo", .has_boot = true, .netns = 4026531840, .pid = 17, .beat_us = 1000000, .seq = 42,
+        .extra = { (const uint8_t *)"\xa6" "future\x93\x01\xc0\xc3", 11, 1 } };
+    memcpy(w.fp_sha, d.fp_sha, sizeof w.fp_sha);
+    return w;
+}
+
+static inline struct pd_routing sample_routing(void)
+{
+    return (struct pd_routing){ .op = "opopopopopopopo", .policy = STR("fixed"), .mode = "remote", .p = { STR("prefill@host:16"), STR("unix:/run/pd/p0") }, .has_p = true,
+        .d = { STR("decode@host:17"), STR("unix:/run/pd/d0") }, .early = true, .extra = { (const uint8_t *)"\xa6" "future\x93\x01\xc0\xc3", 11, 1 } };
+}
+
+/* One that goes on elsewhere: what a client has already is in it. */
+static inline struct pd_routing resumed_routing(void)
+{
+    return (struct pd_routing){ .op = "opopopopopopopo", .policy = STR("fixed"), .mode = "local", .d = { STR("decode@host:18"), STR("unix:/run/pd/d1") },
+        .fallback = STR("migrated"), .resume = sample_ids, .n_resume = 3, .has_resume = true };
+}
+
+/* The small request as a router sends it. */
+static inline int routed_encode(const struct pd_routing *r, struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_request q = small_request();
+    struct pd_buf map = { 0 };
+    int rc = pd_routing_encode(r, &map, e);
+    memcpy(q.run, RUN_A, sizeof q.run);
+    q.route = (struct pd_bin){ map.p, map.n };
+    rc = rc ? rc : pd_request_encode(&q, b, e);
+    pd_buf_free(&map);
+    return rc;
+}
+
 /* The records of transfer.h, by number: a sample of each. */
 enum { N_TRANSFER = 11 };
 static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
@@ -141,8 +183,9 @@ static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
     }
 }
 
-enum { N_RECORD = 12, N_SAMPLES = N_RECORD + N_TRANSFER };
+enum { N_RECORD = 15, N_SAMPLES = N_RECORD + N_TRANSFER };
 static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only", "event-lease",
+    "worker", "request-routed", "request-resumed",
     "hello", "hello-attach", "accept", "done", "verified", "release", "status", "cancel", "slab", "error-refused", "offer-shm" };
 
 /* The i-th sample, encoded. */
@@ -155,6 +198,8 @@ static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
     struct pd_result r = sample_result(), failed = { .run = RUN_A, .text = STR(""), .finish_reason = "error", .fallback = STR("checksum"), .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .kv_ms = -1 };
     struct pd_error_rec er = sample_error();
     struct pd_event ev = sample_event(), lease = lease_event();
+    struct pd_worker_rec wk = sample_worker();
+    struct pd_routing routed = sample_routing(), resumed = resumed_routing();
     bare.payload = (struct pd_payload){ 0 };
     bare.request = small_request();
     bare.domain = bare.worker = (struct pd_str){ 0 };
@@ -175,6 +220,9 @@ static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
     case 8: return pd_error_encode(&er, b, e);
     case 9: return pd_event_encode(&ev, b, e);
     case 11: return pd_event_encode(&lease, b, e);
+    case 12: return pd_worker_rec_encode(&wk, b, e);
+    case 13: return routed_encode(&routed, b, e);
+    case 14: return routed_encode(&resumed, b, e);
     default: return pd_kvdesc_encode(&bare, b, e);
     }
 }
@@ -190,6 +238,7 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     struct pd_result r;
     struct pd_error_rec er;
     struct pd_event ev;
+    struct pd_worker_rec wk;
     union { struct pd_hello hello; struct pd_accept accept; struct pd_done done; struct pd_verified verified; struct pd_release release; struct pd_status status;
             struct pd_cancel cancel; struct pd_slab_rec slab; } x;
     int rc;
@@ -214,6 +263,7 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     case PD_K_RESULT: rc = pd_result_decode(rec, n, &a, &r, e); rc = rc ? rc : pd_result_encode(&r, b, e); break;
     case PD_K_ERROR: rc = pd_error_decode(rec, n, &a, &er, e); rc = rc ? rc : pd_error_encode(&er, b, e); break;
     case PD_K_EVENT: rc = pd_event_decode(rec, n, &a, &ev, e); rc = rc ? rc : pd_event_encode(&ev, b, e); break;
+    case PD_K_WORKER: rc = pd_worker_rec_decode(rec, n, &a, &wk, e); rc = rc ? rc : pd_worker_rec_encode(&wk, b, e); break;
     default: rc = 1;
     }
     pd_arena_free(&a);
