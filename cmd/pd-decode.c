@@ -2,6 +2,7 @@
 #include "../libcommon/engine/decoder.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/kv/dump.h"
+#include "../libcommon/serve/register.h"
 #include "../libcommon/serve/worker.h"
 #include "../libcommon/wire/endpoint.h"
 
@@ -15,6 +16,7 @@ static struct poptOption options[] = {
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a run was recovered from a fault", NULL },
     { "role", '\0', POPT_ARG_STRING, &role, 0, "as a daemon: both (whole requests are run here)", "ROLE" },
     PD_DAEMON_OPTIONS,
+    PD_REGISTER_OPTIONS,
     PD_ENGINE_OPTIONS,
     PD_CLI_COMMON
 };
@@ -34,10 +36,23 @@ static int serve(struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --text, --lines, --on-mismatch, -k and --strict are for filters (each client has the form that it writes)");
     o.max_record = (size_t)max;
     if ((rc = pd_engine_open("both", &rt, e)) == 0 && (rc = pd_engine_trace("both", &rt, &trace, e)) == 0) {
-        struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .trace = trace };
+        struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .trace = trace, .routers = (const char *const *)pd_register_cli.routers };
         rc = pd_worker_serve(&rt, &w, &o, e);
     }
     pd_trace_close(trace);
+    pd_runtime_close(&rt);
+    return rc;
+}
+
+static int describe(struct pd_err *e)
+{
+    struct pd_runtime rt = { 0 };
+    const char *as = role ? role : "decode";
+    if (strcmp(as, "decode") && strcmp(as, "both"))
+        return pd_fail(e, PD_EUSAGE, "--role: '%s' is no role of this command (decode or both)", as);
+    int rc = pd_engine_open(as, &rt, e);
+    struct pd_register_opts o = { .rt = &rt, .role = as, .max_runs = 4 * rt.max_seqs };
+    rc = rc ? rc : pd_register_print(&o, (const char *const *)pd_daemon_cli.listen, e);
     pd_runtime_close(&rt);
     return rc;
 }
@@ -59,10 +74,12 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (on_mismatch && strcmp(on_mismatch, "recompute") && strcmp(on_mismatch, "fail"))
         return pd_fail(e, PD_EUSAGE, "--on-mismatch: '%s' is unknown (recompute or fail)", on_mismatch);
+    if (pd_register_cli.describe)
+        return describe(e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (role || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
-        return pd_fail(e, PD_EUSAGE, "--role, --metrics, --ready-fd, --max-connections and --insecure are for daemons (add --listen unix:PATH)");
+    if (role || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
+        return pd_fail(e, PD_EUSAGE, "--role, --register, --metrics, --ready-fd, --max-connections and --insecure are for daemons (add --listen unix:PATH)");
     if (text && stream)
         return pd_fail(e, PD_EUSAGE, "--text and --stream exclude each other (text is written as it comes anyway)");
     if (text && pd_cli.format)

@@ -1,14 +1,26 @@
 /* pd-prefill: requests in, KV out. */
 #include "../libcommon/engine/options.h"
 #include "../libcommon/engine/prefiller.h"
+#include "../libcommon/serve/register.h"
 #include "../libcommon/wire/endpoint.h"
 
 static char *kv;
 static struct poptOption options[] = {
     { "kv", '\0', POPT_ARG_STRING, &kv, 0, "how the KV travels: inline (default: in the stream)", "SCHEME" },
+    { "describe", '\0', POPT_ARG_NONE, &pd_register_cli.describe, 0, "print this worker's record and exit", NULL },
     PD_ENGINE_OPTIONS,
     PD_CLI_COMMON
 };
+
+static int describe(struct pd_err *e)
+{
+    struct pd_runtime rt = { 0 };
+    int rc = pd_engine_open("prefill", &rt, e);
+    struct pd_register_opts o = { .rt = &rt, .role = "prefill", .max_runs = 4 * rt.max_seqs };
+    rc = rc ? rc : pd_register_print(&o, NULL, e);
+    pd_runtime_close(&rt);
+    return rc;
+}
 
 static int run(const char **args, int *status, struct pd_err *e)
 {
@@ -25,6 +37,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return rc;
     if (args[0])
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
+    if (pd_register_cli.describe)
+        return describe(e);
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
     if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_engine_trace("prefill", &rt, &trace, e)) < 0)

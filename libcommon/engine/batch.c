@@ -61,8 +61,15 @@ bool pd_batch_busy(const struct pd_batch *b) { return b->head != NULL; }
 struct pd_batch_stats pd_batch_stats(const struct pd_batch *b)
 {
     struct pd_batch_stats st = b->st;
-    for (const struct pd_seq *s = b->head; s; s = s->next)
+    for (const struct pd_seq *s = b->head; s; s = s->next) {
+        uint32_t left = pd_seq_n(s) - s->n_kv;
         st.rows_left += s->run->n_prompt + (s->run->prefill_only ? 0 : (uint64_t)s->run->req->max_tokens) - s->n_kv;
+        st.waiting += !s->n_kv;
+        if (left <= 1 && s->n_kv)
+            st.kv_tokens += s->n_kv;
+        else if (s->n_kv || !s->choice || pd_seq_n(s) > s->run->n_prompt)       /* else it takes the first choice's */
+            st.prompt_left += left;
+    }
     return st;
 }
 

@@ -77,6 +77,8 @@ static inline const int32_t *pd_seq_tokens(const struct pd_seq *s) { return (con
 static inline uint32_t pd_seq_n(const struct pd_seq *s) { return (uint32_t)(s->tokens.n / sizeof(int32_t)); }
 static inline const uint32_t *pd_seq_blocks(const struct pd_seq *s) { return (const uint32_t *)(const void *)s->blocks.p; }
 static inline uint32_t pd_seq_n_blocks(const struct pd_seq *s) { return (uint32_t)(s->blocks.n / sizeof(uint32_t)); }
-struct pd_batch_stats { uint64_t steps, prompt_rows, decode_rows, preemptions, rows_left; uint32_t runs, seqs; };      /* rows_left: at most, of the runs in hand */
+struct pd_batch_stats { uint64_t steps, prompt_rows, decode_rows, preemptions, rows_left, prompt_left, kv_tokens; uint32_t runs, seqs, waiting; };
+/* rows_left: at most, of the runs in hand. prompt_left: rows of prompts (and of what was preempted) not computed yet; kv_tokens: that decoding sequences read at
+ * a step; waiting: sequences of which nothing is computed. */
 struct pd_batch_stats pd_batch_stats(const struct pd_batch *b);
 #endif

@@ -25,6 +25,8 @@ struct poptOption pd_engine_options[] = {
     { "block-size", '\0', POPT_ARG_INT, &pd_engine_cli.block_size, 0, "tokens a KV block (default 16)", "N" },
     { "chat-template", '\0', POPT_ARG_STRING, &pd_engine_cli.chat_template, 0, "chat format: chatml, llama2, llama3, or a file (default: the model's own)", "NAME" },
     { "seed", '\0', POPT_ARG_STRING, &pd_engine_cli.seed_text, 0, "seed of requests that bring none, 0 to 2^63-1 (default 0)", "N" },
+    { "domain", '\0', POPT_ARG_STRING, &pd_engine_cli.domain, 0, "the transfer domain that this process is in (default local)", "NAME" },
+    { "epoch", '\0', POPT_ARG_STRING, &pd_engine_cli.epoch, 0, "the deployment, counted: KV of another one is not used (default 0)", "N" },
     { "lines", '\0', POPT_ARG_NONE, &pd_engine_cli.lines, 0, "input that is neither JSON nor records is one prompt a line", NULL },
     POPT_TABLEEND
 };
@@ -39,7 +41,7 @@ static int in_range(const char *option, int v, int lo, int hi, int example, stru
 int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e)
 {
     const struct pd_engine_cli *c = &pd_engine_cli;
-    int64_t mem = 0;
+    int64_t mem = 0, epoch = 0;
     int rc;
     memset(rt, 0, sizeof *rt);
     if (!c->model)
@@ -53,8 +55,10 @@ int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e)
         return pd_err_prefix(e, "--seed"), rc;
     if (c->kv_mem && (pd_parse_size(c->kv_mem, &mem, e) < 0 || mem <= 0))
         return pd_fail(e, PD_EUSAGE, "--kv-mem: '%s' is not a size (example: --kv-mem 512MiB)", c->kv_mem);
+    if (c->epoch && (rc = pd_parse_int(c->epoch, 0, INT64_MAX, &epoch, e)) < 0)
+        return pd_err_prefix(e, "--epoch"), rc;
     struct pd_runtime_opts o = { .model = c->model, .chat_template = c->chat_template, .role = role, .threads = c->threads, .kv_dtype = c->kv_dtype,
-                                 .block_size = c->block_size, .kv_mem = mem, .chunk = c->chunk, .max_seqs = c->max_seqs };
+                                 .block_size = c->block_size, .kv_mem = mem, .chunk = c->chunk, .max_seqs = c->max_seqs, .domain = c->domain, .epoch = (uint64_t)epoch };
     return pd_runtime_open(&o, rt, e);
 }
 
@@ -68,7 +72,7 @@ int pd_engine_trace(const char *role, const struct pd_runtime *rt, struct pd_tra
     if ((rc = pd_trace_open(c->trace, rt->worker, role, t, e)) < 0)
         return rc;
     pd_trace_limit(*t, (uint64_t)max);
-    return pd_trace_about(*t, rt->model->revision, PD_DOMAIN, e);
+    return pd_trace_about(*t, rt->model->revision, rt->domain, e);
 }
 
 int pd_engine_reader(int fd, const char *name, struct pd_rstream **in, struct pd_err *e)

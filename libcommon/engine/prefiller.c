@@ -122,7 +122,8 @@ static int describe(struct prefiller *p, struct pf_run *r, struct pd_err *e)
     pd_layout_from_pool(rt->pool, &d->layout);
     d->request = *q;
     d->worker = (struct pd_str){ rt->worker, strlen(rt->worker) };
-    d->domain = (struct pd_str){ PD_DOMAIN, strlen(PD_DOMAIN) };
+    d->domain = (struct pd_str){ rt->domain, strlen(rt->domain) };
+    d->epoch = rt->epoch;
     if (!p->dumping && q->max_tokens == 1)
         return 0;       /* ends here: no payload */
     uint32_t bs = d->layout.block_size, most = p->rt->chunk / bs;

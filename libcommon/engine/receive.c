@@ -75,6 +75,8 @@ static bool same_field(const struct pd_decoder *d, const struct pd_dc_run *r, co
 
 static bool compatible(struct pd_decoder *d, const struct pd_dc_run *r, struct pd_err *e)
 {
+    if (r->desc.epoch != d->rt->epoch)
+        return pd_fail(e, PD_EINCOMPAT, "epoch differs (prefill %llu, decode %llu)", (unsigned long long)r->desc.epoch, (unsigned long long)d->rt->epoch), false;
     enum pd_fp_verdict v = pd_fp_compare(r->desc.fp_fields, (struct pd_bin){ d->rt->fp.map.p, d->rt->fp.map.n }, e);
     if (v == PD_FP_ADVISORY && !d->warned_advisory) {
         pd_warn("%s: output may differ from prefill's in the last bits", e->msg);

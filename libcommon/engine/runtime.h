@@ -4,7 +4,7 @@
 #include "../kv/fingerprint.h"
 #include "../kv/pool.h"
 
-#define PD_DOMAIN "local"       /* the transfer domain, until a topology names others */
+#define PD_DOMAIN "local"       /* the transfer domain of who names none */
 
 struct pd_runtime_opts {
     const char *model, *chat_template, *role;   /* role: "prefill", "decode" */
@@ -13,6 +13,8 @@ struct pd_runtime_opts {
     int block_size;             /* 0: 16 */
     int64_t kv_mem;             /* bytes, 0: the smaller of an eighth of memory and 16 full contexts */
     int chunk, max_seqs;        /* 0: 512 and 64 */
+    const char *domain;         /* NULL: PD_DOMAIN */
+    uint64_t epoch;             /* the deployment: KV does not pass from one to another */
 };
 struct pd_runtime {
     struct pd_threads *threads;
@@ -23,6 +25,8 @@ struct pd_runtime {
     const char *numerics;       /* the numerics class: equal strings, equal bits */
     uint32_t chunk, max_seqs;
     char worker[96];            /* "prefill@host:pid" */
+    char domain[64];
+    uint64_t epoch;
 };
 int pd_runtime_open(const struct pd_runtime_opts *o, struct pd_runtime *rt, struct pd_err *e);
 void pd_runtime_close(struct pd_runtime *rt);

@@ -29,6 +29,7 @@ struct pd_conn_cb {     /* any may be NULL */
     void (*pulled)(void *ctx, struct pd_conn *c, size_t n);                     /* bytes of them went */
     void (*drain)(void *ctx, struct pd_conn *c);                                /* the daemon drains. NULL: as if the peer had ended its writing */
     void (*gone)(void *ctx, struct pd_conn *c, const struct pd_err *why);       /* NULL: closed in good order */
+    bool looks_on;      /* a draining daemon does not wait for it */
 };
 
 /* All connections of a daemon; zero-initialise. left: called after each that is freed. */

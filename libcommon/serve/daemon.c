@@ -10,6 +10,7 @@
 #include "../base/opt.h"
 #include "../base/stop.h"
 #include "../wire/pack.h"
+#include "../wire/value.h"
 #include "daemon.h"
 #include "http.h"
 #include "listener.h"
@@ -71,11 +72,27 @@ int pd_daemon_from_cli(struct pd_daemon_opts *o, struct pd_err *e)
     return 0;
 }
 
+int pd_daemon_address(const char *s, char *out, size_t cap, struct pd_err *e)
+{
+    char here[4096];
+    int n;
+    if (strncmp(s, "unix:", 5) || !s[5])
+        return pd_fail(e, PD_EUSAGE, "'%s' is no endpoint of a daemon (example: unix:/run/pd/d0)", s);
+    if (s[5] == '/')
+        n = snprintf(out, cap, "%s", s);
+    else if (!getcwd(here, sizeof here))
+        return pd_fail_sys(e, "%s: the current folder has no name", s);
+    else
+        n = snprintf(out, cap, "unix:%s/%s", here, s + 5);
+    return n < 0 || (size_t)n >= cap ? pd_fail(e, PD_EUSAGE, "%s: the path is too long", s) : 0;
+}
+
 /* ---- states ---- */
 
 static const char *const state_name[] = { "starting", "ready", "draining", "gone" };
 const char *pd_daemon_state_name(enum pd_daemon_state s) { return state_name[s]; }
 enum pd_daemon_state pd_daemon_state(const struct pd_daemon *d) { return d->state; }
+const struct pd_daemon_opts *pd_daemon_get_opts(const struct pd_daemon *d) { return &d->o; }
 struct pd_conns *pd_daemon_conns(struct pd_daemon *d) { return &d->conns; }
 struct pd_loop *pd_daemon_loop(struct pd_daemon *d) { return d->l; }
 struct pd_metrics *pd_daemon_metrics(struct pd_daemon *d) { return d->m; }
@@ -94,15 +111,21 @@ static void enter(struct pd_daemon *d, enum pd_daemon_state s)
         pd_metric_set(d->g_state[i], i == (int)s);
 }
 
-static bool is_query(const struct pd_conn *c);
-
-/* Draining: is all done? Queries do not keep us (who asked has his answer, or would ask for ever), nor does who has not said what it wants. */
+/* Draining: is all done? Who looks on does not keep us (who asked has his answer, or would ask for ever), nor does who has not said what it wants. */
 static bool busy(struct pd_daemon *d)
 {
     for (const struct pd_conn *c = d->conns.first; c; c = pd_conn_next(c))
-        if (!is_query(c) && pd_conn_handler(c) != &pd_dispatch_cb)
+        if (!pd_conn_handler(c)->looks_on && pd_conn_handler(c) != &pd_dispatch_cb)
             return true;
     return d->h.busy && d->h.busy(d->h.ctx);
+}
+
+static uint32_t owed(const struct pd_daemon *d)
+{
+    uint32_t n = 0;
+    for (const struct pd_conn *c = d->conns.first; c; c = pd_conn_next(c))
+        n += pd_conn_handler(c)->looks_on ? 0 : pd_conn_owed(c);
+    return n;
 }
 
 static void on_check(void *ctx)
@@ -203,13 +226,10 @@ static int status_record(struct pd_daemon *d, struct pd_buf *b, struct pd_err *e
 {
     struct counts s = { 0 };
     struct pd_packer k;
-    uint32_t owed = 0;
-    for (const struct pd_conn *c = d->conns.first; c; c = pd_conn_next(c))
-        owed += pd_conn_owed(c);
     put_count(&s, "pid", getpid());
     put_count(&s, "up_us", pd_mono_us() - d->since);
     put_count(&s, "connections", d->conns.n);
-    put_count(&s, "answers_owed", owed);
+    put_count(&s, "answers_owed", owed(d));
     put_count(&s, "accepted", pd_metric_value(d->accepted));
     put_count(&s, "refused", pd_metric_value(d->refused));
     put_count(&s, "records_in", pd_metric_value(d->meter.records_in));
@@ -269,6 +289,15 @@ static void on_query(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
     struct pd_str kind = pd_rec_kind(rec);
     struct pd_buf b = { 0 };
     struct pd_err e = { 0 };
+    struct pd_bin v;
+    bool follow = false;
+    if (pd_str_eq(kind, "status") && pd_map_find(rec->p, rec->n, "follow", &v) == 1 && pd_get_bool(v, &follow) && follow) {
+        if (!d->h.follow)
+            pd_fail(&e, PD_EFAIL, "status: there is nothing to follow here; this is no worker");
+        if (!d->h.follow || d->h.follow(d->h.ctx, c, rec, &e) < 0)
+            pd_conn_put_error(c, NULL, &e, "abort");
+        return;
+    }
     int rc = pd_str_eq(kind, "status") ? status_record(d, &b, &e) : pd_str_eq(kind, "cancel") ? cancel_answer(d, rec, &b, &e)
         : pd_fail(&e, PD_EFAIL, "this connection asks status or cancels; a record of kind '%.*s' belongs on another", (int)(kind.n < 40 ? kind.n : 40), kind.p);
     if (rc < 0 || (rc = pd_conn_put(c, b.p, b.n, &e)) == PD_EFAIL)
@@ -277,8 +306,7 @@ static void on_query(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
 }
 
 static void leave_be(void *ctx, struct pd_conn *c) { (void)ctx; (void)c; }
-static const struct pd_conn_cb query_cb = { .record = on_query, .drain = leave_be };
-static bool is_query(const struct pd_conn *c) { return pd_conn_handler(c) == &query_cb; }
+static const struct pd_conn_cb query_cb = { .record = on_query, .drain = leave_be, .looks_on = true };
 
 /* ---- metrics of the process ---- */
 
@@ -428,10 +456,7 @@ int pd_daemon_run(struct pd_daemon *d, struct pd_err *e)
 {
     int rc = pd_loop_run(d->l, e);
     if (rc == 0 && d->stopped) {
-        uint32_t owed = 0;
-        for (const struct pd_conn *c = d->conns.first; c; c = pd_conn_next(c))
-            owed += pd_conn_owed(c);
-        rc = pd_fail(e, PD_ECANCEL, "stopped by a second signal with %u answers owed", owed);
+        rc = pd_fail(e, PD_ECANCEL, "stopped by a second signal with %u answers owed", owed(d));
     }
     enter(d, PD_GONE);
     return rc;

@@ -38,6 +38,8 @@ struct pd_daemon_hooks {
     void (*ledger)(void *ctx, void (*put)(void *to, const char *key, int64_t value), void *to);      /* counts for `status` */
     /* A `cancel` record on a query connection. *state: what to answer ("cancelled", "unknown"); < 0: an error record. */
     int (*cancel)(void *ctx, const struct pd_rec *rec, const char **state, struct pd_err *e);
+    /* A `status` record with follow: true: the connection is the hook's from here on (pd_conn_handle; register.h is one). < 0: an error record. */
+    int (*follow)(void *ctx, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e);
 };
 struct pd_daemon_opts {
     const char *role, *worker;          /* "decode", "decode@host:pid": for status, metrics, /healthz */
@@ -60,12 +62,15 @@ extern struct poptOption pd_daemon_options[];
 int pd_daemon_from_cli(struct pd_daemon_opts *o, struct pd_err *e);     /* fills what the options say; PD_EUSAGE names the option */
 
 struct pd_daemon;
+/* "unix:PATH" with PATH made absolute, for others to dial; PD_EUSAGE: it is no such endpoint. */
+int pd_daemon_address(const char *listen, char *out, size_t cap, struct pd_err *e);
 /* Raises the soft limit of open files to the hard one. hooks is copied. The sockets exist after this; PD_EUSAGE: a path that cannot be, or another daemon is
  * there. */
 int pd_daemon_new(const struct pd_daemon_opts *o, const struct pd_daemon_hooks *hooks, struct pd_daemon **out, struct pd_err *e);
 struct pd_loop *pd_daemon_loop(struct pd_daemon *d);
 struct pd_metrics *pd_daemon_metrics(struct pd_daemon *d);
 struct pd_conns *pd_daemon_conns(struct pd_daemon *d);
+const struct pd_daemon_opts *pd_daemon_get_opts(const struct pd_daemon *d);
 enum pd_daemon_state pd_daemon_state(const struct pd_daemon *d);
 const char *pd_daemon_state_name(enum pd_daemon_state s);
 int pd_daemon_ready(struct pd_daemon *d, struct pd_err *e);

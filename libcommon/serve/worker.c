@@ -6,6 +6,7 @@
 #include "../engine/decoding.h"
 #include "../wire/frame.h"
 #include "../wire/value.h"
+#include "register.h"
 #include "worker.h"
 
 /* One request in hand. Made by the loop, lent to the compute thread from submission until `over` comes back, freed by the loop. */
@@ -44,6 +45,7 @@ struct worker {
     struct pd_worker_opts o;
     struct pd_daemon *d;
     struct pd_loop *l;
+    struct pd_register *reg;
     /* the loop's */
     struct run *runs, **last;
     uint32_t n_runs, max_runs;
@@ -63,6 +65,8 @@ struct worker {
     struct run *touched;
     /* counted by both */
     struct pd_metric *m_runs, *m_queue, *m_seqs, *m_blocks[2], *m_rows[2], *m_steps, *m_preempted, *m_ends[4], *m_ttft, *m_tokens;
+    _Atomic uint64_t prompt_left, kv_tokens;    /* of the batch, and how many sequences are without KV, after the last step */
+    _Atomic uint32_t waiting;
 };
 
 /* ---- the compute thread ---- */
@@ -192,6 +196,9 @@ static void tell_load(struct worker *w)
 {
     struct pd_batch_stats b = pd_batch_stats(w->dc.batch);
     struct pd_pool_stats p = pd_pool_stats(w->rt->pool);
+    atomic_store(&w->prompt_left, b.prompt_left);
+    atomic_store(&w->kv_tokens, b.kv_tokens);
+    atomic_store(&w->waiting, b.waiting);
     pd_metric_set(w->m_seqs, b.seqs);
     pd_metric_set(w->m_rows[0], (int64_t)b.prompt_rows);
     pd_metric_set(w->m_rows[1], (int64_t)b.decode_rows);
@@ -533,10 +540,28 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     put(to, "cancelled", pd_metric_value(w->m_ends[2]));
 }
 
+/* What a heartbeat says. Prompts that have not reached the batch count by the ids that they brought: the others are not tokenised yet. */
+static void load(void *ctx, struct pd_load *l)
+{
+    struct worker *w = ctx;
+    *l = (struct pd_load){ .runs = w->n_runs, .seqs = (uint32_t)pd_metric_value(w->m_seqs), .waiting = atomic_load(&w->waiting),
+                           .blocks_used = (uint32_t)pd_metric_value(w->m_blocks[0]), .prefill_tokens_ahead = atomic_load(&w->prompt_left), .kv_tokens = atomic_load(&w->kv_tokens) };
+    pthread_mutex_lock(&w->lock);
+    for (struct run *r = w->in; r; r = r->next_in) {
+        l->waiting++;
+        l->prefill_tokens_ahead += r->in.req.n_token_ids;
+    }
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void on_beat(void *ctx) { pd_register_beat(((struct worker *)ctx)->reg); }
+static int on_follow(void *ctx, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e) { return pd_register_follow(((struct worker *)ctx)->reg, c, rec, e); }
+
 static void on_drain(void *ctx)
 {
     struct worker *w = ctx;
     pd_trace_process(w->o.trace, PD_ST_DRAINING);
+    pd_register_beat(w->reg);
 }
 
 static int make_metrics(struct worker *w, struct pd_err *e)
@@ -572,7 +597,7 @@ int pd_worker_serve(struct pd_runtime *rt, const struct pd_worker_opts *o, struc
         return rc;
     const struct pd_dc_sink sink = { w, on_put, on_over };
     const struct pd_entry entry = { NULL, &client_cb, w, false };
-    const struct pd_daemon_hooks hooks = { .ctx = w, .drain = on_drain, .busy = is_busy, .ledger = ledger, .cancel = on_cancel };
+    const struct pd_daemon_hooks hooks = { .ctx = w, .drain = on_drain, .busy = is_busy, .beat = on_beat, .ledger = ledger, .cancel = on_cancel, .follow = on_follow };
     w->rt = rt;
     w->o = *o;
     w->max_runs = o->max_runs ? o->max_runs : 4 * rt->max_seqs;
@@ -592,6 +617,9 @@ int pd_worker_serve(struct pd_runtime *rt, const struct pd_worker_opts *o, struc
         goto out;
     w->l = pd_daemon_loop(w->d);
     tell_load(w);
+    struct pd_register_opts ro = { .rt = rt, .role = dopts->role, .max_runs = w->max_runs, .routers = o->routers, .load = load, .ctx = w };
+    if ((rc = pd_register_new(w->d, &ro, &w->reg, e)) < 0)
+        goto out;
     if (pthread_create(&w->thread, NULL, compute, w)) {
         rc = pd_fail(e, PD_ENOMEM, "cannot make the compute thread");
         goto out;
@@ -611,6 +639,7 @@ out:
     for (struct pd_dc_run *r = w->dc.head; r && rc < 0; r = r->next)
         pd_dc_step_end(&w->dc, r, e);
     pd_dc_close(&w->dc);
+    pd_register_free(w->reg);
     for (struct pd_conn *c = NULL; w->d && (c = pd_daemon_conns(w->d)->first);) {
         if (pd_conn_handler(c) == &client_cb)
             pd_free(pd_conn_get(c));

@@ -16,6 +16,7 @@ struct pd_worker_opts {
     bool stream;
     uint32_t max_runs;          /* taken in at once; who brings one more is not read until one ends. 0: four times max_seqs */
     struct pd_trace *trace;     /* or NULL */
+    const char *const *routers; /* where to register (register.h), NULL-ended, or NULL */
 };
 /* From `starting` to `gone`; the daemon's entries and worker are filled in here. 0 after a drain, PD_ECANCEL after a second signal. */
 int pd_worker_serve(struct pd_runtime *rt, const struct pd_worker_opts *o, struct pd_daemon_opts *d, struct pd_err *e);

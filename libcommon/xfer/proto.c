@@ -249,9 +249,10 @@ static int parse_via(struct pd_xfer *x, const char *via, struct pd_err *e)
     return h->n_via ? 0 : pd_fail(e, PD_EUSAGE, "--via is empty (example: --via shm,inline)");
 }
 
+struct pd_str pd_xfer_caps[PD_XFER_CAPS] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 } };
+
 int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out, struct pd_err *e)
 {
-    static struct pd_str caps[] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 } };
     struct pd_xfer *x = pd_calloc(1, sizeof *x, "transfer connection", e);
     if (!x)
         return PD_ENOMEM;
@@ -262,7 +263,7 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     x->o.cancel_us = limit(o->cancel_us, 1000000);
     x->opened = x->now = now;
     struct pd_hello *h = &x->mine;
-    *h = (struct pd_hello){ .version = PD_XFER_VERSION, .version_min = PD_XFER_VERSION, .epoch = o->epoch, .fp_fields = o->fp_fields, .caps = caps, .n_caps = 3,
+    *h = (struct pd_hello){ .version = PD_XFER_VERSION, .version_min = PD_XFER_VERSION, .epoch = o->epoch, .fp_fields = o->fp_fields, .caps = pd_xfer_caps, .n_caps = PD_XFER_CAPS,
                             .netns = pd_proc_netns() };
     strcpy(h->role, o->giving ? "prefill" : "decode");
     if (o->worker)
@@ -282,7 +283,7 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     int rc = pd_gen_new(h->conn, e);    /* a name that no other connection has; its first half is this life */
     memcpy(h->life, h->conn, sizeof h->life);
     rc = rc ? rc : pd_sha256(o->fp_fields.p, o->fp_fields.n, h->fp_sha, e);
-    rc = rc ? rc : parse_via(x, o->via ? o->via : "shm,inline", e);
+    rc = rc ? rc : parse_via(x, o->via ? o->via : PD_XFER_VIA, e);
     rc = rc ? rc : pd_hello_encode(h, pd_out_buf(&x->out), e);
     if (rc) {
         pd_xfer_free(x);

@@ -19,11 +19,14 @@
 #include "transport.h"
 
 #define PD_XFER_MOVES 1024      /* open at once on one connection */
+#define PD_XFER_VIA "shm,inline"
+enum { PD_XFER_CAPS = 3 };
+extern struct pd_str pd_xfer_caps[PD_XFER_CAPS];        /* what hello says that this end can do */
 
 struct pd_xfer_opts {
     bool giving;                        /* role prefill; else decode */
     bool unix_socket;                   /* descriptors can pass */
-    const char *via;                    /* schemes that may be used, best first; NULL: "shm,inline" */
+    const char *via;                    /* schemes that may be used, best first; NULL: PD_XFER_VIA */
     const char *worker, *domain;        /* may be NULL */
     uint64_t epoch;
     struct pd_bin fp_fields;            /* own fingerprint map; alive as long as the connection */

@@ -19,7 +19,7 @@ _pd() {
         --on-mismatch) words="recompute fail" ;;
         --role) words="both" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
-        --chunk | -t | --threads | --block-size | --seed | --bound | --last | --trace-max) return ;;
+        --chunk | -t | --threads | --block-size | --seed | --epoch | --domain | --bound | --last | --trace-max) return ;;
         -m | --model | -i | --input | -o | --output | --trace | --ids | --out) compopt -o default 2>/dev/null; return ;;
     esac
 

@@ -162,7 +162,7 @@ static struct { pid_t pid; int ready, err; char where[200]; } D;
 /* Serves until told to end; exits as a command does. */
 static void child(struct pd_daemon_opts *o, int limit)
 {
-    struct pd_daemon_hooks h = { NULL, NULL, is_busy, on_beat, ledger, on_cancel };
+    struct pd_daemon_hooks h = { .busy = is_busy, .beat = on_beat, .ledger = ledger, .cancel = on_cancel };
     int rc;
     pd_log_init("served", 0, false);
     pd_stop_init();
