@@ -13,7 +13,8 @@ static char path[] = "/tmp/pd-test-XXXXXX";
 static void save(const struct pd_buf *b)
 {
     FILE *f = fopen(path, "wb");
-    fwrite(b->p, 1, b->n, f);
+    if (b->n)
+        fwrite(b->p, 1, b->n, f);
     fclose(f);
 }
 
