@@ -1,5 +1,4 @@
-#include <errno.h>
-#include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #include "../base/fault.h"
@@ -28,8 +27,12 @@ struct pd_pool {
     uint32_t n_free, total;     /* of the slabs made */
     uint32_t n_borrowed;
     int64_t max_bytes;
+    pthread_mutex_t lock;       /* all of the above that changes, and the slabs' counts */
     struct slab *slab;          /* [max_slabs], then PD_POOL_FOREIGN of other processes; never moved, since other threads read it */
 };
+
+static void lock(const struct pd_pool *p) { pthread_mutex_lock((pthread_mutex_t *)(uintptr_t)&p->lock); }
+static void unlock(const struct pd_pool *p) { pthread_mutex_unlock((pthread_mutex_t *)(uintptr_t)&p->lock); }
 
 static int check_geom(const struct pd_pool_geom *g, size_t *layer_bytes, size_t *block_bytes, struct pd_err *e)
 {
@@ -81,6 +84,7 @@ int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool 
         pd_free(p);
         return PD_ENOMEM;
     }
+    pthread_mutex_init(&p->lock, NULL);
     *out = p;
     return 0;
 }
@@ -105,6 +109,7 @@ void pd_pool_free(struct pd_pool *p)
         if (p->slab[i].map)
             slab_free(p, &p->slab[i]);
     pd_free(p->slab);
+    pthread_mutex_destroy(&p->lock);
     pd_free(p);
 }
 
@@ -114,27 +119,17 @@ static int slab_add(struct pd_pool *p, struct pd_err *e)
     uint32_t n = p->slab_blocks, words = (n + 63) / 64;
     int rc = PD_ENOMEM;
     memset(s, 0, sizeof *s);
-    s->fd = memfd_create("pd-kv", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (s->fd < 0) {
-        rc = pd_fail_sys(e, "KV pool: memfd_create");
-        goto bad;
-    }
+    s->fd = -1;
     if (!(s->refs = pd_calloc(n, sizeof *s->refs, "KV block references", e)) || !(s->free_bits = pd_calloc(words, 8, "KV block bits", e)) ||
         !(s->dirty = pd_calloc(n, 1, "KV block states", e)))
         goto bad;
-    /* fallocate says ENOSPC or ENOMEM where populating a mapping would only say nothing and fault later. */
-    if (ftruncate(s->fd, (off_t)p->slab_bytes) || fallocate(s->fd, 0, 0, (off_t)p->slab_bytes)) {
-        rc = pd_fail_sys(e, "KV pool: slab %u of %zu bytes (%zu in use already; lower --kv-mem)", p->n_slabs + 1, p->slab_bytes, p->slab_bytes * p->n_slabs);
+    struct pd_err why;
+    if ((rc = pd_slab_make(p->slab_bytes, &s->fd, &s->map, &why)) < 0) {
+        pd_fail(e, rc, "KV pool: slab %u (%zu bytes in use already; lower --kv-mem): %s", p->n_slabs + 1, p->slab_bytes * p->n_slabs, why.msg);
+        if (e)
+            e->sys = why.sys;
         goto bad;
     }
-    void *m = pd_fault("mmap") ? (errno = ENOMEM, MAP_FAILED) : mmap(NULL, p->slab_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, s->fd, 0);
-    if (m == MAP_FAILED) {
-        rc = pd_fail_sys(e, "KV pool: map slab %u of %zu bytes", p->n_slabs + 1, p->slab_bytes);
-        goto bad;
-    }
-    s->map = m;
-    if ((rc = pd_slab_seal(s->fd, e)))
-        goto bad;
     uint32_t give = p->max_blocks - p->n_slabs * n < n ? p->max_blocks - p->n_slabs * n : n;
     for (uint32_t i = 0; i < give; i++)
         s->free_bits[i / 64] |= (uint64_t)1 << (i % 64);
@@ -164,8 +159,18 @@ static void zero_block(const struct pd_pool *p, uint32_t block)
             memset(base + pd_pool_off(p, l, v), 0, p->layer_bytes);
 }
 
+/* Whose block it is is settled before, so this needs no lock. */
+static uint8_t *dirty(const struct pd_pool *p, uint32_t block) { return &p->slab[block / p->slab_blocks].dirty[block % p->slab_blocks]; }
+
+static void take_clean(struct pd_pool *p, uint32_t block)
+{
+    if (*dirty(p, block))
+        zero_block(p, block);
+    *dirty(p, block) = 1;
+}
+
 /* The lowest free block; the caller knows that there is one. */
-static uint32_t take_one(struct pd_pool *p, bool zero)
+static uint32_t take_one(struct pd_pool *p)
 {
     while (!p->slab[p->first_free].n_free)
         p->first_free++;
@@ -178,32 +183,42 @@ static uint32_t take_one(struct pd_pool *p, bool zero)
     s->refs[i] = 1;
     s->n_free--;
     p->n_free--;
-    if (zero && s->dirty[i])
-        zero_block(p, block);
-    s->dirty[i] = 1;
     return block;
 }
 
-static int take(struct pd_pool *p, uint32_t n, uint32_t *out, bool zero, struct pd_err *e)
+static int take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e)
 {
+    int rc = 0;
+    lock(p);
     uint32_t gettable = p->n_free + (p->max_blocks - p->total);
     if (n > gettable)
-        return pd_fail(e, PD_ENOMEM, "KV pool: %u blocks of %d tokens wanted, %u free of %u (%lld bytes; raise --kv-mem or send fewer at once)",
+        rc = pd_fail(e, PD_ENOMEM, "KV pool: %u blocks of %d tokens wanted, %u free of %u (%lld bytes; raise --kv-mem or send fewer at once)",
                        n, p->g.block_size, gettable, p->max_blocks, (long long)p->max_bytes);
-    while (p->n_free < n) {
-        int rc = slab_add(p, e);
-        if (rc)
-            return rc;
-    }
-    for (uint32_t i = 0; i < n; i++)
-        out[i] = take_one(p, zero);
-    return 0;
+    while (rc == 0 && p->n_free < n)
+        rc = slab_add(p, e);
+    for (uint32_t i = 0; rc == 0 && i < n; i++)
+        out[i] = take_one(p);
+    unlock(p);
+    return rc;
 }
 
-int pd_pool_take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e) { return take(p, n, out, true, e); }
-int pd_pool_take_raw(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e) { return take(p, n, out, false, e); }
+int pd_pool_take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e)
+{
+    int rc = take(p, n, out, e);
+    for (uint32_t i = 0; rc == 0 && i < n; i++)
+        take_clean(p, out[i]);
+    return rc;
+}
 
-int pd_pool_adopt(struct pd_pool *p, const uint8_t *map, uint32_t *slab, struct pd_err *e)
+int pd_pool_take_raw(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e)
+{
+    int rc = take(p, n, out, e);
+    for (uint32_t i = 0; rc == 0 && i < n; i++)
+        *dirty(p, out[i]) = 1;
+    return rc;
+}
+
+static int adopt(struct pd_pool *p, const uint8_t *map, uint32_t *slab, struct pd_err *e)
 {
     uint32_t i = 0;
     while (i < PD_POOL_FOREIGN && p->slab[p->max_slabs + i].map)
@@ -221,10 +236,25 @@ int pd_pool_adopt(struct pd_pool *p, const uint8_t *map, uint32_t *slab, struct 
     return 0;
 }
 
+int pd_pool_adopt(struct pd_pool *p, const uint8_t *map, uint32_t *slab, struct pd_err *e)
+{
+    lock(p);
+    int rc = adopt(p, map, slab, e);
+    unlock(p);
+    return rc;
+}
+
 bool pd_pool_is_foreign(const struct pd_pool *p, uint32_t block) { return block / p->slab_blocks >= p->max_slabs; }
 uint32_t pd_pool_slab_blocks(const struct pd_pool *p) { return p->slab_blocks; }
 size_t pd_pool_slab_bytes(const struct pd_pool *p) { return p->slab_bytes; }
-uint32_t pd_pool_slabs(const struct pd_pool *p) { return p->n_slabs; }
+
+uint32_t pd_pool_slabs(const struct pd_pool *p)
+{
+    lock(p);
+    uint32_t n = p->n_slabs;
+    unlock(p);
+    return n;
+}
 
 static struct slab *foreign(struct pd_pool *p, uint32_t slab)
 {
@@ -233,23 +263,28 @@ static struct slab *foreign(struct pd_pool *p, uint32_t slab)
 
 int pd_pool_borrow(struct pd_pool *p, uint32_t block, struct pd_err *e)
 {
+    int rc = 0;
+    lock(p);
     struct slab *s = foreign(p, block / p->slab_blocks);
     if (!s || s->disowned)
-        return pd_fail(e, PD_EFAIL, "KV pool: block %u is not one of another process's that is mapped", block);
-    if (!s->refs[block % p->slab_blocks]++) {
+        rc = pd_fail(e, PD_EFAIL, "KV pool: block %u is not one of another process's that is mapped", block);
+    else if (!s->refs[block % p->slab_blocks]++) {
         s->n_borrowed++;
         p->n_borrowed++;
     }
-    return 0;
+    unlock(p);
+    return rc;
 }
 
 void pd_pool_disown(struct pd_pool *p, uint32_t slab)
 {
+    lock(p);
     struct slab *s = foreign(p, slab);
     if (s && !s->n_borrowed)
         slab_free(p, s);
     else if (s)
         s->disowned = true;
+    unlock(p);
 }
 
 /* NULL for a block that nobody holds: a mistake of the caller, told and survived. */
@@ -264,12 +299,14 @@ static struct slab *held(struct pd_pool *p, uint32_t block, const char *what)
 
 void pd_pool_ref(struct pd_pool *p, uint32_t block)
 {
+    lock(p);
     struct slab *s = held(p, block, "reference");
     if (s)
         s->refs[block % p->slab_blocks]++;
+    unlock(p);
 }
 
-void pd_pool_put(struct pd_pool *p, uint32_t block)
+static void put(struct pd_pool *p, uint32_t block)
 {
     struct slab *s = held(p, block, "release");
     uint32_t i = block % p->slab_blocks;
@@ -288,15 +325,24 @@ void pd_pool_put(struct pd_pool *p, uint32_t block)
         p->first_free = block / p->slab_blocks;
 }
 
+void pd_pool_put(struct pd_pool *p, uint32_t block)
+{
+    lock(p);
+    put(p, block);
+    unlock(p);
+}
+
 struct pd_pool_stats pd_pool_stats(const struct pd_pool *p)
 {
     struct pd_pool_stats s;
     memset(&s, 0, sizeof s);
+    lock(p);
     s.total = p->total;
     s.max = p->max_blocks;
     s.free = p->n_free;
     s.used = s.total - s.free;
     s.borrowed = p->n_borrowed;
     s.slab_bytes = (uint64_t)p->n_slabs * p->slab_bytes;
+    unlock(p);
     return s;
 }

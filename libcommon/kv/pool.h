@@ -3,8 +3,8 @@
  * given first, so that a run's blocks tend to be neighbours and low slabs fill before new ones are made. Within a slab, per layer all K then all V of its
  * blocks, each [kv_heads, block_size, head_dim], so neighbours are contiguous per layer, and one offset (layer, k or v) serves every block of every slab.
  * Slabs of other processes can be adopted: their blocks, numbered after the pool's own, stand in block tables like any other, to be read and never written.
- * Invariant: free + used == total (of the slabs made; borrowed blocks are counted apart). Owned by one thread, except that block memory may be read by others
- * while the block is held. */
+ * Invariant: free + used == total (of the slabs made; borrowed blocks are counted apart). Any thread may call these (a daemon's loop holds leases
+ * while its compute thread runs the batch); a block's memory belongs to who holds it. */
 #ifndef PD_KV_POOL_H
 #define PD_KV_POOL_H
 #include "../model/config.h"

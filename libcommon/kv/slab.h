@@ -9,6 +9,9 @@
 #include "pool.h"
 
 #define PD_SLABS_MAX 1024       /* of one peer */
+/* A slab of one's own: a memfd, filled with zeros (no page of it is missing later), in huge pages where the kernel gives them, mapped and sealed. Both are the
+ * caller's. */
+int pd_slab_make(size_t bytes, int *fd, uint8_t **map, struct pd_err *e);
 /* against shrinking, growing, new writable mappings (where the kernel can), and other seals. After the owner mapped it */
 int pd_slab_seal(int fd, struct pd_err *e);
 /* Checks seals first, then the size (want 0: any but nothing), then maps read-only. fd stays the caller's; *map is for munmap(*bytes). PD_EINCOMPAT: not safe
