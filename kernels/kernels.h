@@ -74,11 +74,12 @@ struct pd_kernels {
     void (*kv_write)(void *dst, enum pd_dtype t, const float *x, int n);                /* rounded once, to nearest even */
 
     void (*attn)(const struct pd_attn *a, int row0, int row1, void *scratch);           /* whole rows */
-    /* One segment of row 0 (n_rows == 1, decode), for all heads of the group: part = per head {max, sum, acc[head_dim]}; merged in order by attn_merge:
-     * the same bits as attn. */
-    void (*attn_seg)(const struct pd_attn *a, int seg, float *part, void *scratch);
+    /* One segment of row 0 (n_rows == 1, decode), for all query heads of n_heads KV heads: a describes the first of them, and the next ones' K and V lie one
+     * [block_size, head_dim] further each, their query vectors n_group * head_dim. A part a KV head, part_stride floats apart: per query head of it
+     * {max, sum, acc[head_dim]}; merged in order by attn_merge: the same bits as attn. */
+    void (*attn_seg)(const struct pd_attn *a, int n_heads, int seg, float *parts, size_t part_stride, void *scratch);
     void (*attn_merge)(const struct pd_attn *a, const float *parts, int n_segs);        /* parts [n_segs][n_group][2 + head_dim] -> a->out */
-    size_t (*attn_scratch)(int head_dim, int n_group);
+    size_t (*attn_scratch)(int head_dim, int n_group, int n_heads);
 
     void (*exp_sub)(float *out, const float *x, int n, float max, float *sum);          /* out = exp(x - max), *sum in 16-lane order */
     float (*max)(const float *x, int n);

@@ -21,39 +21,39 @@ enum { VT = 1, NV = 1, DV = 1 };
 struct seg {                    /* one segment in hand, all in scratch */
     const struct pd_attn *a;
     int first, n;               /* absolute position of its first key; keys that some row of the call may see */
-    const uint8_t **k, **v;     /* [SEG] rows as they lie in the blocks; past n, rounded up to whole panels, k points at zeros */
+    const uint8_t **k, **v;     /* [SEG] rows as they lie in the blocks; past n, up to whole panels, k repeats the last: their scores are not used */
     float *kt, *vf;             /* [SEG/PANEL][head_dim][PANEL], [SEG][head_dim] */
-    float *sc, *acc, *M, *L;    /* [max(VT, n_group)][SEG], [VT][head_dim], [ROWS * n_group] each */
+    float *sc, *acc, *M, *L;    /* [vecs][SEG], [vecs][head_dim], [ROWS * n_group] each */
 };
 
-size_t K(attn_scratch)(int head_dim, int n_group)
+size_t K(attn_scratch)(int head_dim, int n_group, int n_heads)
 {
-    const size_t hd = (size_t)head_dim, vecs = n_group > VT ? (size_t)n_group : VT;
-    return (2 * SEG * sizeof(uint8_t *) + (2 * SEG * hd + vecs * SEG + VT * hd + 2 * ROWS * (size_t)n_group) * sizeof(float) + 63) & ~(size_t)63;
+    const size_t hd = (size_t)head_dim, vecs = (size_t)n_group * (size_t)n_heads > VT ? (size_t)n_group * (size_t)n_heads : VT;
+    return (2 * SEG * sizeof(uint8_t *) + (2 * SEG * hd + vecs * SEG + vecs * hd + 2 * ROWS * (size_t)n_group) * sizeof(float) + 63) & ~(size_t)63;
 }
 
-static void carve(struct seg *s, void *scratch, int head_dim, int n_group)
+/* vecs: query vectors whose scores are in hand at once */
+static void carve(struct seg *s, void *scratch, int head_dim, int vecs, int n_group)
 {
-    const size_t hd = (size_t)head_dim, vecs = n_group > VT ? (size_t)n_group : VT;
+    const size_t hd = (size_t)head_dim, many = vecs > VT ? (size_t)vecs : VT;
     s->k = scratch;
     s->v = s->k + SEG;
     s->kt = (float *)(void *)(s->v + SEG);
     s->vf = s->kt + SEG * hd;
     s->sc = s->vf + SEG * hd;
-    s->acc = s->sc + vecs * SEG;
-    s->M = s->acc + VT * hd;
+    s->acc = s->sc + many * SEG;
+    s->M = s->acc + many * hd;
     s->L = s->M + ROWS * (size_t)n_group;
 }
 
-/* Rows to ask for ahead of their use, a cache line at a time between other work: a head's rows lie in short runs, one a block, which the
- * processor's own prefetching does not follow, and many requests at once would wait for each other. */
-struct ahead { const uint8_t *const *row, *const *end; size_t at, bytes; };
+/* Rows to ask for ahead of their use, a cache line at a time between other work: many requests at once would wait for each other. */
+struct ahead { const uint8_t *const *row, *const *end; size_t off, at, bytes; };   /* at row + off, `bytes` each */
 
 INL void ask(struct ahead *f)
 {
     if (f->row >= f->end)
         return;
-    __builtin_prefetch(*f->row + f->at, 0, 2);
+    __builtin_prefetch(*f->row + f->off + f->at, 0, 3);
     f->at += 64;
     if (f->at >= f->bytes) {
         f->at = 0;
@@ -61,24 +61,25 @@ INL void ask(struct ahead *f)
     }
 }
 
-/* Where the rows of the segment are. */
-static void find_rows(struct seg *s)
+/* Where n rows from position `first` on are. */
+static void find_rows(const struct pd_attn *a, size_t off, int first, int n, const uint8_t **rows)
 {
-    static const uint8_t zeros[HD_MAX * 4];
-    const struct pd_attn *a = s->a;
     const size_t row = (size_t)a->head_dim * (a->kv_dtype == PD_F32 ? 4 : 2);
-    int b = s->first / a->block_size, o = s->first % a->block_size;
-    for (int i = 0; i < s->n; i++) {
-        const uint8_t *at = a->blk[b] + (size_t)o * row;
-        s->k[i] = at + a->k_off;
-        s->v[i] = at + a->v_off;
+    int b = first / a->block_size, o = first % a->block_size;
+    for (int i = 0; i < n; i++) {
+        rows[i] = a->blk[b] + (size_t)o * row + off;
         if (++o == a->block_size) {
             o = 0;
             b++;
         }
     }
-    for (int i = s->n; i % PANEL; i++)
-        s->k[i] = zeros;
+}
+
+static void find_keys(const struct pd_attn *a, int first, int n, const uint8_t **rows)
+{
+    find_rows(a, a->k_off, first, n, rows);
+    for (int i = n; i % PANEL; i++)
+        rows[i] = rows[n - 1];
 }
 
 INL vf kv_load(const uint8_t *row, enum pd_dtype t, int d)
@@ -110,7 +111,7 @@ enum { LANES = 4 };
 enum { LANES = 1 };
 #endif
 
-static void turn16(const uint8_t *const *k, int hd, uint16_t *kt, struct ahead f)
+static void turn16(const uint8_t *const *k, size_t off, int hd, uint16_t *kt, struct ahead f)
 {
 #if defined(WIDE_T)
     for (int i = 0; i < PANEL; i += 8 * LANES)
@@ -119,7 +120,7 @@ static void turn16(const uint8_t *const *k, int hd, uint16_t *kt, struct ahead f
             for (int j = 0; j < 2 * LANES; j++)     /* over the whole panel its size in lines */
                 ask(&f);
             for (int j = 0; j < 8; j++)
-                a[j] = WIDE_LOAD(k + i + j, 8, (size_t)d * 2);
+                a[j] = WIDE_LOAD(k + i + j, 8, off + (size_t)d * 2);
             for (int j = 0; j < 8; j += 2) {            /* pairs of keys */
                 b[j] = WIDE(unpacklo_epi16)(a[j], a[j + 1]);
                 b[j + 1] = WIDE(unpackhi_epi16)(a[j], a[j + 1]);
@@ -137,11 +138,11 @@ static void turn16(const uint8_t *const *k, int hd, uint16_t *kt, struct ahead f
 #else
     for (int i = 0; i < PANEL; i++)
         for (int d = 0; d < hd; d++)
-            memcpy(&kt[d * PANEL + i], k[i] + 2 * d, 2);
+            memcpy(&kt[d * PANEL + i], k[i] + off + 2 * d, 2);
 #endif
 }
 
-static void turn32(const uint8_t *const *k, int hd, float *kt, struct ahead f)
+static void turn32(const uint8_t *const *k, size_t off, int hd, float *kt, struct ahead f)
 {
 #if defined(WIDE_T)
     for (int i = 0; i < PANEL; i += 4 * LANES)
@@ -150,7 +151,7 @@ static void turn32(const uint8_t *const *k, int hd, float *kt, struct ahead f)
             for (int j = 0; j < LANES; j++)
                 ask(&f);
             for (int j = 0; j < 4; j++)
-                a[j] = WIDE_LOAD(k + i + j, 4, (size_t)d * 4);
+                a[j] = WIDE_LOAD(k + i + j, 4, off + (size_t)d * 4);
             for (int j = 0; j < 4; j += 2) {
                 b[j] = WIDE(unpacklo_epi32)(a[j], a[j + 1]);
                 b[j + 1] = WIDE(unpackhi_epi32)(a[j], a[j + 1]);
@@ -163,32 +164,32 @@ static void turn32(const uint8_t *const *k, int hd, float *kt, struct ahead f)
 #else
     for (int i = 0; i < PANEL; i++)
         for (int d = 0; d < hd; d++)
-            memcpy(&kt[d * PANEL + i], k[i] + 4 * d, 4);
+            memcpy(&kt[d * PANEL + i], k[i] + off + 4 * d, 4);
 #endif
 }
 
-INL void turn(const uint8_t *const *k, int hd, enum pd_dtype t, void *kt, struct ahead f)
+INL void turn(const uint8_t *const *k, size_t off, int hd, enum pd_dtype t, void *kt, struct ahead f)
 {
     if (t == PD_F32)
-        turn32(k, hd, kt, f);
+        turn32(k, off, hd, kt, f);
     else
-        turn16(k, hd, kt, f);
+        turn16(k, off, hd, kt, f);
 }
 
 /* The same, widened to float. raw: room for a panel. */
 static void turn_widened(const uint8_t *const *k, int hd, enum pd_dtype t, float *kt, void *raw)
 {
     if (t == PD_F32) {
-        turn32(k, hd, kt, (struct ahead){ 0 });
+        turn32(k, 0, hd, kt, (struct ahead){ 0 });
         return;
     }
-    turn16(k, hd, raw, (struct ahead){ 0 });
+    turn16(k, 0, hd, raw, (struct ahead){ 0 });
     for (int i = 0; i < hd * PANEL; i += 16)
         vf_store(kt + i, kv_load(raw, t, i));
 }
 
 /* sc[t][0 .. PANEL) = scale * q[t] . K of one panel of type t */
-TILE_INL void scores(const int T, const uint8_t *kt, const enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f)
+TILE_INL void scores(const int T, const uint8_t *kt, const enum pd_dtype type, int hd, float factor, const float *const *q, float *sc)
 {
     const vf scale = vf_set1(factor);
     for (int v0 = 0; v0 < PANEL / 16; v0 += NV) {
@@ -198,7 +199,6 @@ TILE_INL void scores(const int T, const uint8_t *kt, const enum pd_dtype type, i
                 acc[t][v] = vf_set1(0);
         for (int d = 0; d < hd; d++) {
             vf k[NV];
-            ask(&f);
             for (int v = 0; v < NV; v++)
                 k[v] = kv_load(kt, type, d * PANEL + (v0 + v) * 16);
             for (int t = 0; t < T; t++) {
@@ -213,19 +213,21 @@ TILE_INL void scores(const int T, const uint8_t *kt, const enum pd_dtype type, i
     }
 }
 
-/* acc[t][d] = fma over the keys in order: the first `common` for all T vectors together, the rest of each alone. V in type t. */
-TILE_INL void weigh(const int T, const uint8_t *const *rows, const enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc)
+/* acc[t][d] goes on by fma over the keys in order: the first `common` for all T vectors together, the rest of each alone. V in type t. */
+TILE_INL void weigh(const int T, const uint8_t *const *rows, size_t off, const enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc, struct ahead f)
 {
     int d0 = 0;
     for (; d0 + 16 * DV <= hd; d0 += 16 * DV) {
         vf o[VT][DV];
         for (int t = 0; t < T; t++)
             for (int v = 0; v < DV; v++)
-                o[t][v] = vf_set1(0);
+                o[t][v] = vf_load(acc + (size_t)t * hd + d0 + v * 16);
         for (int i = 0; i < common; i++) {
             vf x[DV];
+            ask(&f);
+            ask(&f);                /* a row is so many lines of 64 bytes as there are 32 values of 16 bits */
             for (int v = 0; v < DV; v++)
-                x[v] = kv_load(rows[i], type, d0 + v * 16);
+                x[v] = kv_load(rows[i] + off, type, d0 + v * 16);
             for (int t = 0; t < T; t++) {
                 vf w = vf_set1(p[t * SEG + i]);
                 for (int v = 0; v < DV; v++)
@@ -238,40 +240,40 @@ TILE_INL void weigh(const int T, const uint8_t *const *rows, const enum pd_dtype
     }
     for (; d0 < hd; d0 += 16)
         for (int t = 0; t < T; t++) {
-            vf o = vf_set1(0);
+            vf o = vf_load(acc + (size_t)t * hd + d0);
             for (int i = 0; i < common; i++)
-                o = vf_fma(vf_set1(p[t * SEG + i]), kv_load(rows[i], type, d0), o);
+                o = vf_fma(vf_set1(p[t * SEG + i]), kv_load(rows[i] + off, type, d0), o);
             vf_store(acc + (size_t)t * hd + d0, o);
         }
     for (int t = 0; t < T; t++)
         for (int i = common; i < n[t]; i++)
             for (int d = 0; d < hd; d += 16) {
                 float *o = acc + (size_t)t * hd + d;
-                vf_store(o, vf_fma(vf_set1(p[t * SEG + i]), kv_load(rows[i], type, d), vf_load(o)));
+                vf_store(o, vf_fma(vf_set1(p[t * SEG + i]), kv_load(rows[i] + off, type, d), vf_load(o)));
             }
 }
 
 #define TILE(T) \
-    static __attribute__((noinline)) void scores_##T(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f) \
+    static __attribute__((noinline)) void scores_##T(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc) \
     { \
         if (type == PD_F16) \
-            scores(T, kt, PD_F16, hd, factor, q, sc, f); \
+            scores(T, kt, PD_F16, hd, factor, q, sc); \
         else if (type == PD_BF16) \
-            scores(T, kt, PD_BF16, hd, factor, q, sc, f); \
+            scores(T, kt, PD_BF16, hd, factor, q, sc); \
         else \
-            scores(T, kt, PD_F32, hd, factor, q, sc, f); \
+            scores(T, kt, PD_F32, hd, factor, q, sc); \
     } \
-    static __attribute__((noinline)) void weigh_##T(const uint8_t *const *rows, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc) \
+    static __attribute__((noinline)) void weigh_##T(const uint8_t *const *rows, size_t off, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc, struct ahead f) \
     { \
         if (type == PD_F16) \
-            weigh(T, rows, PD_F16, hd, p, n, common, acc); \
+            weigh(T, rows, off, PD_F16, hd, p, n, common, acc, f); \
         else if (type == PD_BF16) \
-            weigh(T, rows, PD_BF16, hd, p, n, common, acc); \
+            weigh(T, rows, off, PD_BF16, hd, p, n, common, acc, f); \
         else \
-            weigh(T, rows, PD_F32, hd, p, n, common, acc); \
+            weigh(T, rows, off, PD_F32, hd, p, n, common, acc, f); \
     }
-typedef void scores_fn(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f);
-typedef void weigh_fn(const uint8_t *const *rows, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc);
+typedef void scores_fn(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc);
+typedef void weigh_fn(const uint8_t *const *rows, size_t off, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc, struct ahead f);
 TILE(1)
 #if defined(PD_ISA_AVX2) || defined(PD_ISA_AVX512)
 TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
@@ -315,10 +317,11 @@ static void attn_rows(const struct pd_attn *a, int row0, int row1, void *scratch
     /* few vectors: V is widened as it is used; many: once */
     const int widen_v = n_vec > VT && a->kv_dtype != PD_F32;
     struct seg s = { .a = a };
-    carve(&s, scratch, hd, a->n_group);
+    carve(&s, scratch, hd, VT, a->n_group);
     for (s.first = 0; s.first <= last; s.first += SEG) {
         s.n = last + 1 - s.first < SEG ? last + 1 - s.first : SEG;
-        find_rows(&s);
+        find_keys(a, s.first, s.n, s.k);
+        find_rows(a, a->v_off, s.first, s.n, s.v);
         for (int p = 0; p < s.n; p += PANEL)
             turn_widened(s.k + p, hd, a->kv_dtype, s.kt + (size_t)p * hd, s.vf);
         for (int i = 0; widen_v && i < s.n; i++) {
@@ -342,12 +345,13 @@ static void attn_rows(const struct pd_attn *a, int row0, int row1, void *scratch
                 most = n[t] > most ? n[t] : most;
             }
             for (int p = 0; p < most; p += PANEL)
-                scores_of[T](s.kt + (size_t)p * hd, PD_F32, hd, a->scale, q, s.sc + p, (struct ahead){ 0 });
+                scores_of[T](s.kt + (size_t)p * hd, PD_F32, hd, a->scale, q, s.sc + p);
             for (int t = 0; t < T; t++) {
                 m[t] = K(max)(s.sc + t * SEG, n[t]);
                 K(exp_sub)(s.sc + t * SEG, s.sc + t * SEG, n[t], m[t], &l[t]);
             }
-            weigh_of[T](s.v, widen_v ? PD_F32 : a->kv_dtype, hd, s.sc, n, least, s.acc);
+            memset(s.acc, 0, (size_t)T * (size_t)hd * sizeof(float));
+            weigh_of[T](s.v, 0, widen_v ? PD_F32 : a->kv_dtype, hd, s.sc, n, least, s.acc, (struct ahead){ 0 });
             for (int t = 0; t < T; t++) {
                 float *O = a->out + (size_t)(row0 + (t0 + t) / a->n_group) * a->out_stride + (size_t)((t0 + t) % a->n_group) * hd;
                 merge(&s.M[t0 + t], &s.L[t0 + t], O, m[t], l[t], s.acc + (size_t)t * hd, hd, !s.first);
@@ -364,40 +368,56 @@ void K(attn)(const struct pd_attn *a, int row0, int row1, void *scratch)
         attn_rows(a, r, r + ROWS < row1 ? r + ROWS : row1, scratch);
 }
 
-void K(attn_seg)(const struct pd_attn *a, int seg, float *out, void *scratch)
+enum { AHEAD = 2 };             /* panels */
+
+/* The rows of panel u, counted over all heads; none past the last key. */
+INL struct ahead unit_ahead(const uint8_t *const *rows, int n, int u, int n_heads, size_t head, size_t row)
 {
-    const int hd = a->head_dim, last = a->pos0;
+    const int p = u / n_heads * PANEL;
+    return (struct ahead){ rows + (p < n ? p : n), rows + (p + PANEL < n ? p + PANEL : n), (size_t)(u % n_heads) * head, 0, row };
+}
+
+/* Panels of all heads in turn: what lies together is read together, and the processor's own prefetching follows it. */
+void K(attn_seg)(const struct pd_attn *a, int n_heads, int seg, float *out, size_t part_stride, void *scratch)
+{
+    const int hd = a->head_dim, last = a->pos0, G = a->n_group;
+    const size_t row = (size_t)hd * (a->kv_dtype == PD_F32 ? 4 : 2), head = row * (size_t)a->block_size;
     struct seg s = { .a = a, .first = seg * SEG };
-    carve(&s, scratch, hd, a->n_group);
+    carve(&s, scratch, hd, n_heads * G, G);
     s.n = last + 1 - s.first < SEG ? last + 1 - s.first : SEG;
-    find_rows(&s);
-    const size_t row = (size_t)hd * (a->kv_dtype == PD_F32 ? 4 : 2);
-    for (int p = 0; p < s.n; p += PANEL) {              /* a panel is used while it is in the nearest cache */
-        const int end = p + PANEL < s.n ? p + PANEL : s.n, next = end + PANEL < s.n ? end + PANEL : s.n;
-        turn(s.k + p, hd, a->kv_dtype, s.kt, (struct ahead){ s.k + end, s.k + next, 0, row });
-        struct ahead v = { s.v + p, s.v + end, 0, row };
-        for (int h0 = 0; h0 < a->n_group; h0 += VT) {
-            const int T = a->n_group - h0 < VT ? a->n_group - h0 : VT;
+    find_keys(a, s.first, s.n, s.k);
+    find_rows(a, a->v_off, s.first, s.n, s.v);
+    const int units = (s.n + PANEL - 1) / PANEL * n_heads;
+    for (int u = 0; u < units; u++) {                   /* a panel is used while it is in the nearest cache */
+        const int p = u / n_heads * PANEL, h = u % n_heads;
+        turn(s.k + p, (size_t)h * head, hd, a->kv_dtype, s.kt, unit_ahead(s.k, s.n, u + AHEAD, n_heads, head, row));
+        for (int h0 = 0; h0 < G; h0 += VT) {
+            const int T = G - h0 < VT ? G - h0 : VT;
             const float *q[VT];
             for (int t = 0; t < T; t++)
-                q[t] = a->q + (size_t)(h0 + t) * hd;
-            scores_of[T](s.kt, a->kv_dtype, hd, a->scale, q, s.sc + h0 * SEG + p, v);
-            v.row = v.end;
+                q[t] = a->q + (size_t)(h * G + h0 + t) * hd;
+            scores_of[T](s.kt, a->kv_dtype, hd, a->scale, q, s.sc + (h * G + h0) * SEG + p);
         }
     }
-    for (int h0 = 0; h0 < a->n_group; h0 += VT) {
-        const int T = a->n_group - h0 < VT ? a->n_group - h0 : VT;
-        int n[VT];
-        for (int t = 0; t < T; t++) {
-            float *o = out + (size_t)(h0 + t) * (2 + (size_t)hd), *sc = s.sc + (h0 + t) * SEG;
-            n[t] = s.n;
-            o[0] = K(max)(sc, s.n);
-            K(exp_sub)(sc, sc, s.n, o[0], &o[1]);
-        }
-        weigh_of[T](s.v, a->kv_dtype, hd, s.sc + h0 * SEG, n, s.n, s.acc);
-        for (int t = 0; t < T; t++)
-            memcpy(out + (size_t)(h0 + t) * (2 + (size_t)hd) + 2, s.acc + (size_t)t * hd, (size_t)hd * 4);
+    for (int t = 0; t < n_heads * G; t++) {
+        float *o = out + (size_t)(t / G) * part_stride + (size_t)(t % G) * (2 + (size_t)hd), *sc = s.sc + t * SEG;
+        o[0] = K(max)(sc, s.n);
+        K(exp_sub)(sc, sc, s.n, o[0], &o[1]);
     }
+    memset(s.acc, 0, (size_t)(n_heads * G) * (size_t)hd * sizeof(float));
+    for (int u = 0; u < units; u++) {
+        const int p = u / n_heads * PANEL, h = u % n_heads, m = s.n - p < PANEL ? s.n - p : PANEL;
+        struct ahead f = unit_ahead(s.v, s.n, u + AHEAD, n_heads, head, row);
+        for (int h0 = 0; h0 < G; h0 += VT, f.row = f.end) {
+            const int T = G - h0 < VT ? G - h0 : VT;
+            int n[VT];
+            for (int t = 0; t < T; t++)
+                n[t] = m;
+            weigh_of[T](s.v + p, (size_t)h * head, a->kv_dtype, hd, s.sc + (h * G + h0) * SEG + p, n, m, s.acc + (size_t)(h * G + h0) * hd, f);
+        }
+    }
+    for (int t = 0; t < n_heads * G; t++)
+        memcpy(out + (size_t)(t / G) * part_stride + (size_t)(t % G) * (2 + (size_t)hd) + 2, s.acc + (size_t)t * hd, (size_t)hd * 4);
 }
 
 void K(attn_merge)(const struct pd_attn *a, const float *parts, int n_segs)

@@ -36,9 +36,9 @@ void K(exp_sub)(float *out, const float *x, int n, float max, float *sum);
 float K(max)(const float *x, int n);
 
 void K(attn)(const struct pd_attn *a, int row0, int row1, void *scratch);
-void K(attn_seg)(const struct pd_attn *a, int seg, float *part, void *scratch);
+void K(attn_seg)(const struct pd_attn *a, int n_heads, int seg, float *parts, size_t part_stride, void *scratch);
 void K(attn_merge)(const struct pd_attn *a, const float *parts, int n_segs);
-size_t K(attn_scratch)(int head_dim, int n_group);
+size_t K(attn_scratch)(int head_dim, int n_group, int n_heads);
 
 double K(peak)(enum pd_pack pack, long n, float *sink);
 uint64_t K(read)(const void *p, size_t n);

@@ -25,7 +25,7 @@ struct pd_fwd {
     size_t cap_tasks;
 };
 
-struct attn_task { uint32_t span; int kv_head; int row0, row1; int seg; size_t part; int n_segs; };
+struct attn_task { uint32_t span; int kv_head, n_heads; int row0, row1; int seg /* < 0: whole rows of one head */, n_segs; size_t part; };
 
 static void *scratch_of(const struct pd_fwd *f, int tid) { return f->scratch + (size_t)tid * f->scratch_bytes; }
 
@@ -197,6 +197,8 @@ static void attn_args(const struct attn_job *j, const struct attn_task *k, struc
     };
 }
 
+static size_t part_floats(const struct pd_fwd *f) { return (size_t)(f->c->n_heads / f->c->n_kv_heads) * (size_t)(2 + f->c->head_dim); }
+
 static void attn_task(void *ctx, int task, int tid)
 {
     const struct attn_job *j = ctx;
@@ -206,7 +208,7 @@ static void attn_task(void *ctx, int task, int tid)
     if (k->seg < 0)
         j->f->k->attn(&a, k->row0, k->row1, scratch_of(j->f, tid));
     else
-        j->f->k->attn_seg(&a, k->seg, j->f->parts + k->part, scratch_of(j->f, tid));
+        j->f->k->attn_seg(&a, k->n_heads, k->seg, j->f->parts + k->part, part_floats(j->f) * (size_t)k->n_segs, scratch_of(j->f, tid));
 }
 
 static int add_task(struct pd_fwd *f, size_t *n, struct attn_task t, struct pd_err *e)
@@ -223,27 +225,33 @@ static int add_task(struct pd_fwd *f, size_t *n, struct attn_task t, struct pd_e
     return 0;
 }
 
-/* Tasks are the same for every layer: tiles of rows for prompts, fixed segments of positions for single rows (so that long contexts spread over threads). */
+static int segments(const struct pd_span *s) { return (int)((s->pos0 + s->n + PD_ATTN_SEG - 1) / PD_ATTN_SEG); }
+
+/* Tasks are the same for every layer: tiles of rows for prompts; fixed segments of positions for single rows, so that long contexts spread over threads, all
+ * heads in one task where enough tasks remain (they lie together). */
 static int plan_attention(struct pd_fwd *f, const struct pd_span *spans, uint32_t n_spans, size_t *n_tasks, struct pd_err *e)
 {
-    int group = f->c->n_heads / f->c->n_kv_heads, rc;
-    size_t n = 0, floats = 0, per_part = (size_t)group * (size_t)(2 + f->c->head_dim);
-    bool spread = pd_threads_count(f->t) > 1;
+    const int n_kv = f->c->n_kv_heads;
+    size_t n = 0, floats = 0, per_part = part_floats(f), all = 0, want = 4 * (size_t)pd_threads_count(f->t);
+    int rc;
+    for (uint32_t i = 0; i < n_spans; i++)
+        all += (size_t)segments(&spans[i]);
+    const int heads = all >= want ? n_kv : all * (size_t)n_kv > want ? (int)(all * (size_t)n_kv / want) : 1;
     for (uint32_t i = 0; i < n_spans; i++) {
-        int segs = (int)((spans[i].pos0 + spans[i].n + PD_ATTN_SEG - 1) / PD_ATTN_SEG);
-        for (int h = 0; h < f->c->n_kv_heads; h++) {
-            if (spans[i].n == 1 && segs > 1 && spread) {
-                for (int s = 0; s < segs; s++, floats += per_part)
-                    if ((rc = add_task(f, &n, (struct attn_task){ i, h, 0, 1, s, floats, s == 0 ? segs : 0 }, e)) < 0)
+        const int segs = segments(&spans[i]), rows = (int)spans[i].n;
+        if (rows == 1 && segs > 1) {
+            for (int s = 0; s < segs; s++)
+                for (int h = 0; h < n_kv; h += heads)
+                    if ((rc = add_task(f, &n, (struct attn_task){ i, h, h + heads < n_kv ? heads : n_kv - h, 0, 1, s, segs,
+                                                                  floats + (size_t)(h * segs + s) * per_part }, e)) < 0)
                         return rc;
-                continue;
-            }
-            for (int r = 0; r < (int)spans[i].n; r += ATTN_TILE) {
-                int r1 = r + ATTN_TILE < (int)spans[i].n ? r + ATTN_TILE : (int)spans[i].n;
-                if ((rc = add_task(f, &n, (struct attn_task){ i, h, r, r1, -1, 0, 0 }, e)) < 0)
-                    return rc;
-            }
+            floats += (size_t)(n_kv * segs) * per_part;
+            continue;
         }
+        for (int h = 0; h < n_kv; h++)
+            for (int r = 0; r < rows; r += ATTN_TILE)
+                if ((rc = add_task(f, &n, (struct attn_task){ i, h, 1, r, r + ATTN_TILE < rows ? r + ATTN_TILE : rows, -1, 0, 0 }, e)) < 0)
+                    return rc;
     }
     if (floats > f->n_parts) {
         pd_free(f->parts);
@@ -260,12 +268,14 @@ static void attention(struct pd_fwd *f, const struct pd_span *spans, int layer, 
 {
     struct attn_job j = { f, spans, layer };
     pd_threads_run(f->t, (int)n_tasks, attn_task, &j);
-    for (size_t i = 0; i < n_tasks; i++)
-        if (f->tasks[i].n_segs) {
+    for (size_t i = 0; i < n_tasks; i++) {
+        struct attn_task k = f->tasks[i];
+        for (int h = 0; k.seg == 0 && h < k.n_heads; h++, k.kv_head++, k.part += (size_t)k.n_segs * part_floats(f)) {
             struct pd_attn a;
-            attn_args(&j, &f->tasks[i], &a);
-            f->k->attn_merge(&a, f->parts + f->tasks[i].part, f->tasks[i].n_segs);
+            attn_args(&j, &k, &a);
+            f->k->attn_merge(&a, f->parts + k.part, k.n_segs);
         }
+    }
 }
 
 /* --- the feed-forward block ----------------------------------------------------------------------------------------------------------------------- */
@@ -398,7 +408,7 @@ int pd_fwd_new(const struct pd_model *m, struct pd_threads *t, const struct pd_k
     f->q_dim = c->n_heads * c->head_dim;
     f->kv_dim = c->n_kv_heads * c->head_dim;
     f->qkv_dim = f->q_dim + 2 * f->kv_dim;
-    size_t act = 0, mid = 0, scratch = 0, attn = k->attn_scratch(c->head_dim, c->n_heads / c->n_kv_heads);
+    size_t act = 0, mid = 0, scratch = 0, attn = k->attn_scratch(c->head_dim, c->n_heads / c->n_kv_heads, c->n_kv_heads);
     for (int l = 0; l < c->n_layers; l++) {
         const struct pd_layer_weights *w = &m->layer[l];
         for (int i = 0; i < w->n_qkv; i++)

@@ -135,12 +135,12 @@ static void prod_line(const struct kind *d, int m, int n, int kk)
 }
 
 /* Attention: 30 layers x 3 KV heads x 3 query heads each, head_dim 64, as SmolLM2-135M has it. */
-enum { LAYERS = 30, KVH = 3, GROUP = 3, HD = 64, BS = 32 };
+enum { LAYERS = 30, KVH = 3, GROUP = 3, HD = 64, BS = 16 };
 struct att { int depth, rows, layers; enum pd_dtype t; uint8_t *kv; const uint8_t **blk; float *q, *out, *parts; void *scratch[64]; size_t es; int segs, row_task; };
 static struct pd_attn att_of(const struct att *a, int layer, int h)
 {
-    size_t plane = (size_t)BS * HD * a->es;
-    return (struct pd_attn){ .blk = a->blk, .k_off = ((size_t)(layer * 2) * KVH + (size_t)h) * plane, .v_off = ((size_t)(layer * 2 + 1) * KVH + (size_t)h) * plane,
+    size_t plane = (size_t)BS * HD * a->es, region = plane * KVH * (size_t)((a->depth + BS - 1) / BS);      /* as in the pool: a layer's K of all blocks */
+    return (struct pd_attn){ .blk = a->blk, .k_off = (size_t)(layer * 2) * region + (size_t)h * plane, .v_off = (size_t)(layer * 2 + 1) * region + (size_t)h * plane,
                              .block_size = BS, .head_dim = HD, .kv_dtype = a->t, .q = a->q + h * GROUP * HD, .q_stride = KVH * GROUP * HD, .out = a->out + h * GROUP * HD,
                              .out_stride = KVH * GROUP * HD, .n_rows = a->rows, .n_group = GROUP, .pos0 = a->depth - a->rows, .scale = 0.125f };
 }
@@ -154,9 +154,10 @@ static void run_prefill(void *ctx, int task, int tid)
 static void run_decode(void *ctx, int task, int tid)
 {
     struct att *a = ctx;
-    int s = task % a->segs, h = task / a->segs % KVH, layer = task / a->segs / KVH;
-    struct pd_attn d = att_of(a, layer, h);
-    k->attn_seg(&d, s, a->parts + (size_t)task * GROUP * (2 + HD), a->scratch[tid]);
+    int s = task % a->segs, layer = task / a->segs;
+    struct pd_attn d = att_of(a, layer, 0);
+    const size_t part = GROUP * (2 + HD), head = part * (size_t)a->segs;
+    k->attn_seg(&d, KVH, s, a->parts + (size_t)layer * KVH * head + (size_t)s * part, head, a->scratch[tid]);
 }
 static void attn_line(enum pd_dtype t, int depth, int rows)
 {
@@ -171,7 +172,7 @@ static void attn_line(enum pd_dtype t, int depth, int rows)
         a.kv[i] = i % 2 ? (uint8_t)(0x30 + i / 2 % 8) : (uint8_t)(i * 37);
     a.blk = mem(blocks * sizeof *a.blk);
     for (size_t b = 0; b < blocks; b++)
-        a.blk[b] = a.kv + b * block;
+        a.blk[b] = a.kv + b * BS * HD * a.es * KVH;
     size_t qn = (size_t)rows * KVH * GROUP * HD;
     a.q = mem(qn * 4);
     a.out = mem(qn * 4);
@@ -179,9 +180,9 @@ static void attn_line(enum pd_dtype t, int depth, int rows)
         a.q[i] = (float)(i * 13 % 31) / 31.0f - 0.5f;
     a.parts = mem((size_t)a.segs * KVH * LAYERS * GROUP * (2 + HD) * 4);
     for (int i = 0; i < n_threads; i++)
-        a.scratch[i] = mem(k->attn_scratch(HD, GROUP));
+        a.scratch[i] = mem(k->attn_scratch(HD, GROUP, KVH));
     a.row_task = 64;
-    double s = rows > 1 ? best(run_prefill, &a, rows / a.row_task * KVH) : best(run_decode, &a, a.segs * KVH * LAYERS);
+    double s = rows > 1 ? best(run_prefill, &a, rows / a.row_task * KVH) : best(run_decode, &a, a.segs * LAYERS);
     if (rows > 1) {
         double keys = (double)rows * (depth - rows) + (double)rows * (rows + 1) / 2, g = 4.0 * HD * KVH * GROUP * keys / s * 1e-9;
         printf("%-38s %d thread%s %8.1f G/s   %5.1f %% of the fma peak\n", name, n_threads, n_threads > 1 ? "s" : " ", g, 100 * g / roof_fma);

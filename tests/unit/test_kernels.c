@@ -562,7 +562,7 @@ static void one_attn(int hd, int group, int pos0, int rows, enum pd_dtype t, int
         struct pd_attn a = { .blk = kv.blk, .k_off = kv.k_off, .v_off = kv.v_off, .block_size = bs, .head_dim = hd, .kv_dtype = t, .q = q, .q_stride = (size_t)qs,
                              .out = out, .out_stride = (size_t)w, .n_rows = rows, .n_group = group, .pos0 = pos0, .scale = 1.0f / sqrtf((float)hd) };
         for (int i = 0; i < n_isa; i++) {
-            void *scratch = block(isa[i]->attn_scratch(hd, group));
+            void *scratch = block(isa[i]->attn_scratch(hd, group, 1));
             memset(out, 0xee, out_bytes);
             isa[i]->attn(&a, 0, rows, scratch);
             if (!first) {
@@ -595,7 +595,7 @@ static void one_attn(int hd, int group, int pos0, int rows, enum pd_dtype t, int
                 size_t part = (size_t)(group * (2 + hd));
                 float *parts = block((size_t)segs * part * 4);
                 for (int s = segs - 1; s >= 0; s--)
-                    isa[i]->attn_seg(&one, s, parts + (size_t)s * part, scratch);
+                    isa[i]->attn_seg(&one, 1, s, parts + (size_t)s * part, 0, scratch);
                 isa[i]->attn_merge(&one, parts, segs);
                 assert_memory_equal(first + r * w, out + r * w, (size_t)w * 4);
                 free(parts);
@@ -605,6 +605,65 @@ static void one_attn(int hd, int group, int pos0, int rows, enum pd_dtype t, int
         drop_kv(&kv);
     }
     free(k); free(v); free(q); free(out); free(first);
+}
+
+/* One row of all KV heads, segment by segment, against each head by itself. */
+static void one_attn_heads(int hd, int group, int heads, int pos, enum pd_dtype t)
+{
+    enum { BS = 16 };
+    const size_t es = t == PD_F32 ? 4 : 2, head = BS * (size_t)hd * es, n_blocks = (size_t)(pos / BS + 1);
+    const int w = heads * group * hd, segs = pos / PD_ATTN_SEG + 1;
+    const size_t part = (size_t)(group * (2 + hd)), stride = part * (size_t)segs;
+    uint8_t *kv = block(n_blocks * head * (size_t)(2 * heads));
+    const uint8_t **blk = malloc(n_blocks * sizeof *blk);
+    float *q = block((size_t)w * 4), *want = block((size_t)w * 4), *out = block((size_t)w * 4), *parts = block(stride * (size_t)heads * 4);
+    for (size_t i = 0; i < n_blocks; i++)               /* backwards, so that they are no neighbours */
+        blk[i] = kv + (n_blocks - 1 - i) * head * (size_t)(2 * heads);
+    float *row = block((size_t)hd * 4);
+    for (size_t i = 0; i < n_blocks * (size_t)(2 * heads * BS); i++) {
+        for (int d = 0; d < hd; d++)
+            row[d] = uniform();
+        isa[0]->kv_write(kv + i * (size_t)hd * es, t, row, hd);
+    }
+    for (int i = 0; i < w; i++)
+        q[i] = uniform() * 3;
+    struct pd_attn a = { .blk = blk, .v_off = head * (size_t)heads, .block_size = BS, .head_dim = hd, .kv_dtype = t, .q = q, .q_stride = (size_t)w,
+                         .out_stride = (size_t)w, .n_rows = 1, .n_group = group, .pos0 = pos, .scale = 0.125f };
+    for (int i = 0; i < n_isa; i++) {
+        void *scratch = block(isa[i]->attn_scratch(hd, group, heads));
+        for (int h = 0; h < heads; h++) {
+            struct pd_attn one = a;
+            one.k_off += (size_t)h * head;
+            one.v_off += (size_t)h * head;
+            one.q += h * group * hd;
+            one.out = want + h * group * hd;
+            isa[i]->attn(&one, 0, 1, scratch);
+        }
+        memset(parts, 0xee, stride * (size_t)heads * 4);
+        for (int s = segs - 1; s >= 0; s--)
+            isa[i]->attn_seg(&a, heads, s, parts + (size_t)s * part, stride, scratch);
+        for (int h = 0; h < heads; h++) {
+            struct pd_attn one = a;
+            one.out = out + h * group * hd;
+            isa[i]->attn_merge(&one, parts + (size_t)h * stride, segs);
+        }
+        if (memcmp(want, out, (size_t)w * 4))
+            fail_msg("head_dim %d, %d KV heads of %d, position %d: %s: all heads at once differ from each alone", hd, heads, group, pos, isa[i]->name);
+        free(scratch);
+    }
+    free(kv); free(blk); free(q); free(want); free(out); free(parts); free(row);
+}
+
+static void attention_heads(void **st)
+{
+    static const int pos[] = { 0, 30, 31, 255, 256, 700, 1023 };
+    for (size_t i = 0; i < sizeof pos / sizeof *pos; i++) {
+        one_attn_heads(64, 3, 3, pos[i], PD_F16);
+        one_attn_heads(48, 7, 2, pos[i], PD_BF16);
+        one_attn_heads(128, 1, 5, pos[i], PD_F32);
+        one_attn_heads(256, 8, 1, pos[i], PD_F16);
+    }
+    (void)st;
 }
 
 static void attention(void **st)
@@ -654,7 +713,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(selection), cmocka_unit_test(gemm_f32), cmocka_unit_test(gemm_f16), cmocka_unit_test(gemm_bf16), cmocka_unit_test(gemm_u8),
         cmocka_unit_test(gemm_u4), cmocka_unit_test(gemm_many_rows), cmocka_unit_test(bf16_edges), cmocka_unit_test(prep_same_bits), cmocka_unit_test(halves),
-        cmocka_unit_test(exp_accuracy), cmocka_unit_test(rows_same_bits), cmocka_unit_test(rope), cmocka_unit_test(attention),
+        cmocka_unit_test(exp_accuracy), cmocka_unit_test(rows_same_bits), cmocka_unit_test(rope), cmocka_unit_test(attention), cmocka_unit_test(attention_heads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
