@@ -189,7 +189,7 @@ static void turn_widened(const uint8_t *const *k, int hd, enum pd_dtype t, float
 }
 
 /* sc[t][0 .. PANEL) = scale * q[t] . K of one panel of type t */
-TILE_INL void scores(const int T, const uint8_t *kt, const enum pd_dtype type, int hd, float factor, const float *const *q, float *sc)
+TILE_INL void scores(const int T, const uint8_t *kt, const enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f)
 {
     const vf scale = vf_set1(factor);
     for (int v0 = 0; v0 < PANEL / 16; v0 += NV) {
@@ -199,6 +199,8 @@ TILE_INL void scores(const int T, const uint8_t *kt, const enum pd_dtype type, i
                 acc[t][v] = vf_set1(0);
         for (int d = 0; d < hd; d++) {
             vf k[NV];
+            if (d % 2 == 0)
+                ask(&f);
             for (int v = 0; v < NV; v++)
                 k[v] = kv_load(kt, type, d * PANEL + (v0 + v) * 16);
             for (int t = 0; t < T; t++) {
@@ -225,7 +227,6 @@ TILE_INL void weigh(const int T, const uint8_t *const *rows, size_t off, const e
         for (int i = 0; i < common; i++) {
             vf x[DV];
             ask(&f);
-            ask(&f);                /* a row is so many lines of 64 bytes as there are 32 values of 16 bits */
             for (int v = 0; v < DV; v++)
                 x[v] = kv_load(rows[i] + off, type, d0 + v * 16);
             for (int t = 0; t < T; t++) {
@@ -254,14 +255,14 @@ TILE_INL void weigh(const int T, const uint8_t *const *rows, size_t off, const e
 }
 
 #define TILE(T) \
-    static __attribute__((noinline)) void scores_##T(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc) \
+    static __attribute__((noinline)) void scores_##T(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f) \
     { \
         if (type == PD_F16) \
-            scores(T, kt, PD_F16, hd, factor, q, sc); \
+            scores(T, kt, PD_F16, hd, factor, q, sc, f); \
         else if (type == PD_BF16) \
-            scores(T, kt, PD_BF16, hd, factor, q, sc); \
+            scores(T, kt, PD_BF16, hd, factor, q, sc, f); \
         else \
-            scores(T, kt, PD_F32, hd, factor, q, sc); \
+            scores(T, kt, PD_F32, hd, factor, q, sc, f); \
     } \
     static __attribute__((noinline)) void weigh_##T(const uint8_t *const *rows, size_t off, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc, struct ahead f) \
     { \
@@ -272,7 +273,7 @@ TILE_INL void weigh(const int T, const uint8_t *const *rows, size_t off, const e
         else \
             weigh(T, rows, off, PD_F32, hd, p, n, common, acc, f); \
     }
-typedef void scores_fn(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc);
+typedef void scores_fn(const void *kt, enum pd_dtype type, int hd, float factor, const float *const *q, float *sc, struct ahead f);
 typedef void weigh_fn(const uint8_t *const *rows, size_t off, enum pd_dtype type, int hd, const float *p, const int *n, int common, float *acc, struct ahead f);
 TILE(1)
 #if defined(PD_ISA_AVX2) || defined(PD_ISA_AVX512)
@@ -284,7 +285,7 @@ static scores_fn *const scores_of[VT + 1] = { NULL, scores_1 };
 static weigh_fn *const weigh_of[VT + 1] = { NULL, weigh_1 };
 #endif
 
-INL float exp1(float x) { float t[16]; vf_store(t, vf_exp(vf_set1(x))); return t[0]; }
+INL void exp2of(float *x) { float t[16] = { x[0], x[1] }; vf_store(t, vf_exp(vf_load(t))); x[0] = t[0]; x[1] = t[1]; }
 
 /* One part into the running state of a query vector. first: the state is empty. */
 INL void merge(float *M, float *L, float *O, float m, float l, const float *acc, int hd, int first)
@@ -295,10 +296,11 @@ INL void merge(float *M, float *L, float *O, float m, float l, const float *acc,
         memcpy(O, acc, (size_t)hd * 4);
         return;
     }
-    float top = f_max(m, *M), a = exp1(*M - top), b = exp1(m - top);
-    vf va = vf_set1(a), vb_ = vf_set1(b);
+    float top = f_max(m, *M), w[2] = { *M - top, m - top };
+    exp2of(w);
+    vf va = vf_set1(w[0]), vb_ = vf_set1(w[1]);
     *M = top;
-    *L = __builtin_fmaf(*L, a, l * b);
+    *L = __builtin_fmaf(*L, w[0], l * w[1]);
     for (int d = 0; d < hd; d += 16)
         vf_store(O + d, vf_fma(vf_load(O + d), va, vf_mul(vf_load(acc + d), vb_)));
 }
@@ -345,7 +347,7 @@ static void attn_rows(const struct pd_attn *a, int row0, int row1, void *scratch
                 most = n[t] > most ? n[t] : most;
             }
             for (int p = 0; p < most; p += PANEL)
-                scores_of[T](s.kt + (size_t)p * hd, PD_F32, hd, a->scale, q, s.sc + p);
+                scores_of[T](s.kt + (size_t)p * hd, PD_F32, hd, a->scale, q, s.sc + p, (struct ahead){ 0 });
             for (int t = 0; t < T; t++) {
                 m[t] = K(max)(s.sc + t * SEG, n[t]);
                 K(exp_sub)(s.sc + t * SEG, s.sc + t * SEG, n[t], m[t], &l[t]);
@@ -391,12 +393,15 @@ void K(attn_seg)(const struct pd_attn *a, int n_heads, int seg, float *out, size
     for (int u = 0; u < units; u++) {                   /* a panel is used while it is in the nearest cache */
         const int p = u / n_heads * PANEL, h = u % n_heads;
         turn(s.k + p, (size_t)h * head, hd, a->kv_dtype, s.kt, unit_ahead(s.k, s.n, u + AHEAD, n_heads, head, row));
+        struct ahead v = unit_ahead(s.v, s.n, u, n_heads, head, row);
+        v.end = v.row + (v.end - v.row) / 2;
         for (int h0 = 0; h0 < G; h0 += VT) {
             const int T = G - h0 < VT ? G - h0 : VT;
             const float *q[VT];
             for (int t = 0; t < T; t++)
                 q[t] = a->q + (size_t)(h * G + h0 + t) * hd;
-            scores_of[T](s.kt, a->kv_dtype, hd, a->scale, q, s.sc + (h * G + h0) * SEG + p);
+            scores_of[T](s.kt, a->kv_dtype, hd, a->scale, q, s.sc + (h * G + h0) * SEG + p, v);
+            v.row = v.end;
         }
     }
     for (int t = 0; t < n_heads * G; t++) {
@@ -408,6 +413,7 @@ void K(attn_seg)(const struct pd_attn *a, int n_heads, int seg, float *out, size
     for (int u = 0; u < units; u++) {
         const int p = u / n_heads * PANEL, h = u % n_heads, m = s.n - p < PANEL ? s.n - p : PANEL;
         struct ahead f = unit_ahead(s.v, s.n, u + AHEAD, n_heads, head, row);
+        f.row += (f.end - f.row) / 2;
         for (int h0 = 0; h0 < G; h0 += VT, f.row = f.end) {
             const int T = G - h0 < VT ? G - h0 : VT;
             int n[VT];
