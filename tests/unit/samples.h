@@ -2,6 +2,7 @@
 #ifndef PD_TEST_SAMPLES_H
 #define PD_TEST_SAMPLES_H
 #include <stdio.h>
+#include "../../libcommon/wire/kvevent.h"
 #include "../../libcommon/wire/routing.h"
 #include "../../libcommon/wire/transfer.h"
 
@@ -183,9 +184,24 @@ static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
     }
 }
 
-enum { N_RECORD = 15, N_SAMPLES = N_RECORD + N_TRANSFER };
+/* One of each op. */
+static inline int kvevent_sample_encode(int i, struct pd_buf *b, struct pd_err *e)
+{
+    static const struct pd_kvevent v[] = {
+        { .seq = 7, .op = "stored", .hashes = BIN("0123456789abcdefABCDEFGHIJKLMNOP"), .parent = "parentparentpar", .has_parent = true,
+          .token_ids = BIN("\1\0\0\0\2\0\0\0\3\0\0\0\0\x7d\0\0"), .block_size = 2, .tier = "host", .extra = { (const uint8_t *)"\xa6" "future\x93\x01\xc0\xc3", 11, 1 } },
+        { .seq = 8, .op = "removed", .hashes = BIN("ABCDEFGHIJKLMNOP"), .tier = "host" },
+        { .seq = 9, .op = "cleared" },
+        { .seq = 7, .op = "snapshot", .hashes = BIN("0123456789abcdefABCDEFGHIJKLMNOP"), .parents = BIN("\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" "0123456789abcdef"),
+          .token_ids = BIN("\1\0\0\0\2\0\0\0\3\0\0\0\0\x7d\0\0"), .block_size = 2, .tier = "host", .part = 1, .parts = 2 } };
+    struct pd_kvevent r = v[i];
+    memcpy(r.life, "\1\2\3\4\5\6\7\10", sizeof r.life);
+    return pd_kvevent_encode(&r, b, e);
+}
+
+enum { N_RECORD = 19, N_SAMPLES = N_RECORD + N_TRANSFER };
 static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only", "event-lease",
-    "worker", "request-routed", "request-resumed",
+    "worker", "request-routed", "request-resumed", "kvevent-stored", "kvevent-removed", "kvevent-cleared", "kvevent-snapshot",
     "hello", "hello-attach", "accept", "done", "verified", "release", "status", "cancel", "slab", "error-refused", "offer-shm" };
 
 /* The i-th sample, encoded. */
@@ -223,6 +239,7 @@ static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
     case 12: return pd_worker_rec_encode(&wk, b, e);
     case 13: return routed_encode(&routed, b, e);
     case 14: return routed_encode(&resumed, b, e);
+    case 15: case 16: case 17: case 18: return kvevent_sample_encode(i - 15, b, e);
     default: return pd_kvdesc_encode(&bare, b, e);
     }
 }
@@ -240,7 +257,7 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     struct pd_event ev;
     struct pd_worker_rec wk;
     union { struct pd_hello hello; struct pd_accept accept; struct pd_done done; struct pd_verified verified; struct pd_release release; struct pd_status status;
-            struct pd_cancel cancel; struct pd_slab_rec slab; } x;
+            struct pd_cancel cancel; struct pd_slab_rec slab; struct pd_kvevent kvevent; } x;
     int rc;
 #define BOTH(name) rc = pd_##name##_decode(rec, n, &a, &x.name, e); rc = rc ? rc : pd_##name##_encode(&x.name, b, e); break
     switch (pd_kind_of(rec, n)) {
@@ -252,6 +269,7 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     case PD_K_STATUS: BOTH(status);
     case PD_K_CANCEL: BOTH(cancel);
     case PD_K_SLAB: BOTH(slab);
+    case PD_K_KVEVENT: BOTH(kvevent);
     case PD_K_REQUEST: rc = pd_request_decode(rec, n, &a, &rq, e); rc = rc ? rc : pd_request_encode(&rq, b, e); break;
     case PD_K_OFFER: case PD_K_KV: rc = pd_kvdesc_decode(rec, n, &a, &d, e); rc = rc ? rc : pd_kvdesc_encode(&d, b, e); break;
     case PD_K_CHUNK:
