@@ -74,6 +74,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (on_mismatch && strcmp(on_mismatch, "recompute") && strcmp(on_mismatch, "fail"))
         return pd_fail(e, PD_EUSAGE, "--on-mismatch: '%s' is unknown (recompute or fail)", on_mismatch);
+    pd_engine_cli.serving = pd_daemon_cli.listen || pd_register_cli.describe;
     if (pd_register_cli.describe)
         return describe(e);
     if (pd_daemon_cli.listen)

@@ -37,6 +37,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         return rc;
     if (args[0])
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
+    pd_engine_cli.serving = pd_register_cli.describe;
     if (pd_register_cli.describe)
         return describe(e);
     if (kv && strcmp(kv, "inline"))

@@ -41,7 +41,7 @@ static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
     uint32_t n = (uint32_t)(c->tokens.n / sizeof(int32_t));
     struct pd_result res = {
         .id = r->in.req.id, .choice = choice, .text = { c->text.text.p ? (const char *)c->text.text.p : "", c->text.text.n }, .tokens = (const int32_t *)(const void *)c->tokens.p,
-        .n_tokens = n, .logprobs = r->in.req.logprobs ? (const float *)(const void *)c->logprobs.p : NULL, .prompt_tokens = r->in.n_tokens, .completion_tokens = n,
+        .n_tokens = n, .logprobs = r->in.req.logprobs ? (const float *)(const void *)c->logprobs.p : NULL, .prompt_tokens = r->in.n_tokens, .completion_tokens = n, .cached_tokens = r->cached,
         .kv_ms = (double)r->kv_us / 1e3, .kv_bytes = r->kv_bytes, .ttft_ms = -1, .tpot_ms = -1, .e2e_ms = -1, .has_fingerprint = true,
         .decode_worker = { d->rt->worker, strlen(d->rt->worker) },
     };
@@ -54,7 +54,7 @@ static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
         res.has_gen = true;
         memcpy(res.gen, r->desc.gen, sizeof res.gen);
         res.prefill_worker = r->desc.worker;
-        res.recomputed_tokens = used ? !r->desc.n_first : r->in.n_tokens;
+        res.recomputed_tokens = used ? !r->desc.n_first : r->in.n_tokens - r->cached;
         res.transferred_tokens = used && r->kv_bytes ? r->in.n_tokens - res.recomputed_tokens : 0;
     }
     if (r->fallback)

@@ -84,12 +84,49 @@ static int add_block(struct pd_batch *b, struct pd_seq *s, uint32_t block, struc
     return pd_buf_add(&s->base, &base, sizeof base, e);
 }
 
-static void put_blocks(struct pd_batch *b, struct pd_seq *s)
+static struct pd_prefix_key key_of(const struct pd_seq *s) { return (struct pd_prefix_key){ s->run->req->adapter, s->run->req->cache_salt }; }
+
+/* What s has computed in whole blocks is there for others from now on. */
+static void leave_in_cache(struct pd_batch *b, struct pd_seq *s)
+{
+    uint32_t n = s->n_kv / (uint32_t)pd_pool_geom(b->pool)->block_size;
+    if (n > pd_seq_n_blocks(s))
+        n = pd_seq_n_blocks(s);
+    if (!b->o.prefix || s->run->keep_out || !n)
+        return;
+    struct pd_prefix_key k = key_of(s);
+    pd_prefix_put(b->o.prefix, &k, pd_seq_tokens(s), pd_seq_blocks(s), n);
+}
+
+static void drop_blocks(struct pd_batch *b, struct pd_seq *s)
 {
     for (uint32_t i = 0; i < pd_seq_n_blocks(s); i++)
         pd_pool_put(b->pool, pd_seq_blocks(s)[i]);
     s->blocks.n = s->base.n = 0;
     s->n_kv = 0;
+}
+
+static void put_blocks(struct pd_batch *b, struct pd_seq *s)
+{
+    leave_in_cache(b, s);
+    drop_blocks(b, s);
+}
+
+/* A sequence without blocks gets those of its tokens that are cached; the last token is computed in any case, for its logits. */
+static void take_cached(struct pd_batch *b, struct pd_seq *s)
+{
+    uint32_t bs = (uint32_t)pd_pool_geom(b->pool)->block_size, most = (pd_seq_n(s) - 1) / bs;
+    if (!b->o.prefix || s->run->keep_out || !most || pd_buf_reserve(&s->blocks, most * sizeof(uint32_t), NULL) < 0 ||
+        pd_buf_reserve(&s->base, most * sizeof(uint8_t *), NULL) < 0)
+        return;
+    struct pd_prefix_key k = key_of(s);
+    uint32_t *block = (uint32_t *)(void *)s->blocks.p, n = pd_prefix_take(b->o.prefix, &k, pd_seq_tokens(s), pd_seq_n(s), block, most);
+    uint8_t **base = (uint8_t **)(void *)s->base.p;
+    for (uint32_t i = 0; i < n; i++)
+        base[i] = pd_pool_base(b->pool, block[i]);
+    s->blocks.n = n * sizeof *block;
+    s->base.n = n * sizeof *base;
+    s->n_kv = n * bs;
 }
 
 static void list_add(struct pd_batch *b, struct pd_seq *s)
@@ -249,7 +286,7 @@ int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **
     if (!(r = pd_calloc(1, sizeof *r, "run", e)))
         goto out;
     *r = (struct pd_run){ .req = j->req, .user = j->user, .n_prompt = j->n_prompt, .n_seqs = (uint32_t)j->req->n, .n_open = (uint32_t)j->req->n,
-                          .prefill_only = j->prefill_only, .t_submit = pd_mono_us() };
+                          .prefill_only = j->prefill_only, .keep_out = j->keep_out, .t_submit = pd_mono_us() };
     if (j->req->has & PD_RQ_DEADLINE)
         r->deadline = r->t_submit - j->spent_us + j->req->deadline_ms * 1000;
     if (!(r->seq = pd_calloc(r->n_seqs, sizeof *r->seq, "run", e))) {
@@ -269,6 +306,7 @@ int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **
             goto out;
     if (j->n_blocks)
         s->n_kv = j->n_first ? j->n_prompt : j->n_prompt - 1;
+    leave_in_cache(b, s);
     for (uint32_t i = 1; j->n_first && i < r->n_seqs; i++)
         if ((rc = fork_choice(b, r, i, e)) < 0)
             goto out;
@@ -331,13 +369,16 @@ static int ensure_blocks(struct pd_batch *b, struct pd_seq *s, uint32_t tokens, 
     return 0;
 }
 
-/* Can s get all blocks of its prompt now? Prefill-only runs cannot be preempted (their blocks are being sent), so they start only when they can end. */
-static bool room_to_start(struct pd_batch *b, const struct pd_seq *s)
+/* s is about to start, or to start again: after what of it is cached. Prefill-only runs cannot be preempted (their blocks are being sent), so they start only
+ * when all blocks of the prompt can be had now: false, and it holds none. */
+static bool start(struct pd_batch *b, struct pd_seq *s)
 {
-    if (!s->run->prefill_only || s->blocks.n)
-        return true;
+    take_cached(b, s);
     struct pd_pool_stats st = pd_pool_stats(b->pool);
-    return blocks_for(b, s->run->n_prompt) <= st.max - st.used;
+    if (!s->run->prefill_only || blocks_for(b, s->run->n_prompt) - pd_seq_n_blocks(s) <= st.max - st.used)
+        return true;
+    drop_blocks(b, s);
+    return false;
 }
 
 /* Runs past their deadline end; nobody waits for them any more. */
@@ -360,19 +401,25 @@ static void plan_step(struct pd_batch *b)
     b->n_spans = 0;
     for (struct pd_seq *s = b->head, *next; s && b->n_spans < b->o.max_seqs; s = next) {
         next = s->next;
-        uint32_t pending = pd_seq_n(s) - s->n_kv, rows = pending == 1 ? 1 : pending < budget ? pending : budget;
-        if (!rows || !room_to_start(b, s)) {
+        bool starts = !s->blocks.n, ready = budget || pd_seq_n(s) - s->n_kv == 1;
+        if (!ready || (starts && !start(b, s))) {
             if (s->run->prefill_only)   /* later ones do not overtake: runs leave in the order they came, and a large one is not starved */
                 break;
             continue;
         }
+        uint32_t cached = starts ? s->n_kv : 0, pending = pd_seq_n(s) - s->n_kv, rows = pending == 1 ? 1 : pending < budget ? pending : budget;
         uint32_t want = s->run->prefill_only ? pd_seq_n(s) : s->n_kv + rows;
-        if (ensure_blocks(b, s, want, &b->no_room) < 0)
+        if (ensure_blocks(b, s, want, &b->no_room) < 0) {
+            if (starts)         /* it waits without holding what it did not compute */
+                drop_blocks(b, s);
             continue;
+        }
         next = s->next;
+        b->st.cached_rows += cached;
         if (pending > 1)
             budget -= rows;
         if (!s->run->t_start) {
+            s->run->n_cached = cached < s->run->n_prompt ? cached : s->run->n_prompt;
             s->run->t_start = pd_mono_us();
             if (b->cb.started)
                 b->cb.started(b->cb.ctx, s->run);
@@ -429,9 +476,12 @@ static void take_logits(struct pd_batch *b, struct pd_seq *s, float *logits)
     struct pd_err why;
     if (!all_finite(logits, V)) {
         pd_fail(&why, PD_ECORRUPT, "the model gave logits that are not finite at position %u: the model file is damaged or not a language model", pd_seq_n(s) - 1);
+        r->keep_out = true;
         fail_seq(b, s, &why);
         return;
     }
+    if (pd_seq_n(s) == r->n_prompt && s->choice == 0)
+        leave_in_cache(b, s);
     if (pd_seq_n(s) == r->n_prompt && s->choice == 0 && r->n_seqs > 1) {
         for (uint32_t i = 1; i < r->n_seqs; i++) {
             int rc = fork_choice(b, r, i, &why);

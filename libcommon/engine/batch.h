@@ -5,10 +5,15 @@
  * and it is recomputed later from its tokens, to the same bits.
  *
  * A run is one request: one prompt, n choices. Its choices share the prompt's full blocks; the last, partial one is copied.
- * Invariant: when no run is left, every block taken here is back in the pool.
+ *
+ * With a prefix index (kv/prefix) a sequence starts after the part of its tokens that is there, at least its last one being computed; and what it computed is
+ * left there in whole blocks: the prompt when it is done, the rest when the sequence ends or is preempted. The cache gives way before anybody is preempted. KV
+ * depends on nothing but the tokens before, so the bits are those of a run without.
+ * Invariant: when no run is left, every block taken here is back in the pool, or the index's.
  */
 #ifndef PD_ENGINE_BATCH_H
 #define PD_ENGINE_BATCH_H
+#include "../kv/prefix.h"
 #include "forward.h"
 #include "sampler.h"
 
@@ -23,9 +28,11 @@ struct pd_seq {                 /* one choice of a run */
 };
 
 struct pd_run {
-    const struct pd_request *req;       /* resolved; the caller's, alive until `finished` */
+    const struct pd_request *req;       /* resolved; the caller's, alive until pd_run_drop */
     void *user;
     uint32_t n_prompt, n_seqs, n_open;  /* n_open: choices not finished */
+    uint32_t n_cached;          /* tokens of the prompt that were not computed when it started, as they were cached */
+    bool keep_out;              /* its KV does not enter the cache */
     bool prefill_only;          /* finish after the first token of every choice; blocks stay until pd_run_drop */
     struct pd_seq *seq;         /* [n_seqs] */
     uint32_t preempted;         /* times */
@@ -45,7 +52,7 @@ struct pd_batch_cb {
     void (*started)(void *ctx, struct pd_run *r);
 };
 
-struct pd_batch_opts { uint32_t chunk, max_seqs; };
+struct pd_batch_opts { uint32_t chunk, max_seqs; struct pd_prefix *prefix /* over the same pool, or NULL */; };
 struct pd_batch;
 int pd_batch_new(const struct pd_model *m, struct pd_threads *t, const struct pd_kernels *k, struct pd_pool *pool, const struct pd_batch_opts *o,
                  const struct pd_batch_cb *cb, struct pd_batch **out, struct pd_err *e);
@@ -56,6 +63,7 @@ struct pd_job {
     const int32_t *prompt; uint32_t n_prompt;
     void *user;
     bool prefill_only;
+    bool keep_out;              /* KV that is not what would be computed here (imported, of another numerics class): nobody else gets it */
     int64_t spent_us;           /* since acceptance, for the deadline */
     /* Imported KV of the whole prompt: the block table (one reference each, taken over, also on failure) and the first token of each choice, which is
      * reported through `token` (and maybe `finished`) before submit returns. Without first tokens the prompt's last one is run again for its logits. */
@@ -77,8 +85,8 @@ static inline const int32_t *pd_seq_tokens(const struct pd_seq *s) { return (con
 static inline uint32_t pd_seq_n(const struct pd_seq *s) { return (uint32_t)(s->tokens.n / sizeof(int32_t)); }
 static inline const uint32_t *pd_seq_blocks(const struct pd_seq *s) { return (const uint32_t *)(const void *)s->blocks.p; }
 static inline uint32_t pd_seq_n_blocks(const struct pd_seq *s) { return (uint32_t)(s->blocks.n / sizeof(uint32_t)); }
-struct pd_batch_stats { uint64_t steps, prompt_rows, decode_rows, preemptions, rows_left, prompt_left, kv_tokens; uint32_t runs, seqs, waiting; };
-/* rows_left: at most, of the runs in hand. prompt_left: rows of prompts (and of what was preempted) not computed yet; kv_tokens: that decoding sequences read at
- * a step; waiting: sequences of which nothing is computed. */
+struct pd_batch_stats { uint64_t steps, prompt_rows, decode_rows, cached_rows, preemptions, rows_left, prompt_left, kv_tokens; uint32_t runs, seqs, waiting; };
+/* cached_rows: not computed, as they were cached. rows_left: at most, of the runs in hand. prompt_left: rows of prompts (and of what was
+ * preempted) not computed yet; kv_tokens: that decoding sequences read at a step; waiting: sequences of which nothing is computed. */
 struct pd_batch_stats pd_batch_stats(const struct pd_batch *b);
 #endif

@@ -95,6 +95,7 @@ struct pd_dc_run *pd_dc_find_on_way(struct pd_decoder *d, const char *run, const
 static void on_started(void *ctx, struct pd_run *run)
 {
     struct pd_dc_run *r = run->user;
+    r->cached = run->n_cached;
     if (!r->begun)      /* imported KV: decode_started is written at submission */
         pd_dc_step(ctx, r, PD_ST_PREFILL_STARTED, 0, NULL);
     r->begun = true;
@@ -132,6 +133,7 @@ void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, u
     if (blocks) {
         j.first = r->desc.first;
         j.n_first = r->desc.n_first;
+        j.keep_out = !pd_dc_same_field(d, r, "numerics");
     }
     r->submitted = true;        /* its own, or set when its kv came */
     d->n_active++;
@@ -301,7 +303,7 @@ bool pd_dc_turn(struct pd_decoder *d, bool may_wait)
 int pd_dc_open(struct pd_decoder *d, struct pd_err *e)
 {
     struct pd_batch_cb cb = { d, NULL, on_token, on_finished, on_started };
-    struct pd_batch_opts bo = { d->rt->chunk, d->rt->max_seqs };
+    struct pd_batch_opts bo = { .chunk = d->rt->chunk, .max_seqs = d->rt->max_seqs, .prefix = d->rt->prefix };
     d->tail = &d->head;
     return pd_batch_new(d->rt->model, d->rt->threads, d->rt->k, d->rt->pool, &bo, &cb, &d->batch, e);
 }

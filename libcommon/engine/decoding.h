@@ -28,6 +28,7 @@ struct pd_dc_run {
     char *fallback;             /* the arena's: the reason in the result */
     const char *mode;
     uint64_t kv_bytes;
+    uint32_t cached;            /* tokens of the prompt that were here already */
     int64_t kv_us, before_us;   /* verify and copy; what passed before the kv record came (the descriptor's stages) */
     struct pd_dc_choice *choice;      /* [req.n], the arena's */
     uint32_t n_done;
@@ -88,6 +89,8 @@ void pd_dc_take_offer(struct pd_decoder *d, const struct pd_rec *rec);
 void pd_dc_take_chunk(struct pd_decoder *d, const struct pd_rec *rec);
 void pd_dc_take_kv(struct pd_decoder *d, const struct pd_rec *rec);
 void pd_dc_reject_kv(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);     /* the KV will not be used; the first reason counts */
+
+bool pd_dc_same_field(const struct pd_decoder *d, const struct pd_dc_run *r, const char *name);         /* of the fingerprints, its KV's and ours */
 
 /* A step of the run's life: into the trace, and to a person under -v. Its op is decode's, caused by prefill's. */
 void pd_dc_step(struct pd_decoder *d, struct pd_dc_run *r, enum pd_state_id state, uint64_t bytes, const char *cause);

@@ -23,6 +23,8 @@ struct poptOption pd_engine_options[] = {
     { "kv-dtype", '\0', POPT_ARG_STRING, &pd_engine_cli.kv_dtype, 0, "type of the KV cache: f16, bf16, f32 (default f16; f32 for an F32 model)", "TYPE" },
     { "kv-mem", '\0', POPT_ARG_STRING, &pd_engine_cli.kv_mem, 0, "size of the KV pool (default: the smaller of an eighth of memory and 16 contexts)", "SIZE" },
     { "block-size", '\0', POPT_ARG_INT, &pd_engine_cli.block_size, 0, "tokens a KV block (default 16)", "N" },
+    { "prefix-cache", '\0', POPT_ARG_STRING, &pd_engine_cli.prefix_cache, 0, "daemons: keep the KV of what was computed for prompts that begin alike: on, off, lru-tail, lru (default on)",
+      "HOW" },
     { "chat-template", '\0', POPT_ARG_STRING, &pd_engine_cli.chat_template, 0, "chat format: chatml, llama2, llama3, or a file (default: the model's own)", "NAME" },
     { "seed", '\0', POPT_ARG_STRING, &pd_engine_cli.seed_text, 0, "seed of requests that bring none, 0 to 2^63-1 (default 0)", "N" },
     { "domain", '\0', POPT_ARG_STRING, &pd_engine_cli.domain, 0, "the transfer domain that this process is in (default local)", "NAME" },
@@ -57,8 +59,15 @@ int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--kv-mem: '%s' is not a size (example: --kv-mem 512MiB)", c->kv_mem);
     if (c->epoch && (rc = pd_parse_int(c->epoch, 0, INT64_MAX, &epoch, e)) < 0)
         return pd_err_prefix(e, "--epoch"), rc;
+    enum pd_evict evict = PD_EVICT_LRU_TAIL;
+    const char *pc = c->prefix_cache;
+    if (pc && !c->serving)
+        return pd_fail(e, PD_EUSAGE, "--prefix-cache: it is for daemons (add --listen unix:PATH)");
+    if (pc && strcmp(pc, "on") && strcmp(pc, "off") && !pd_evict_parse(pc, &evict))
+        return pd_fail(e, PD_EUSAGE, "--prefix-cache: '%s' is unknown (on, off, lru-tail or lru)", pc);
     struct pd_runtime_opts o = { .model = c->model, .chat_template = c->chat_template, .role = role, .threads = c->threads, .kv_dtype = c->kv_dtype,
-                                 .block_size = c->block_size, .kv_mem = mem, .chunk = c->chunk, .max_seqs = c->max_seqs, .domain = c->domain, .epoch = (uint64_t)epoch };
+                                 .block_size = c->block_size, .kv_mem = mem, .chunk = c->chunk, .max_seqs = c->max_seqs, .domain = c->domain,
+                                 .epoch = (uint64_t)epoch, .prefix_cache = c->serving && !(pc && !strcmp(pc, "off")), .evict = evict };
     return pd_runtime_open(&o, rt, e);
 }
 

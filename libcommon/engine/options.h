@@ -6,7 +6,13 @@
 #include "../wire/stream.h"
 #include "runtime.h"
 
-struct pd_engine_cli { char *model, *trace, *trace_max, *kv_dtype, *kv_mem, *chat_template; int threads, chunk, max_seqs, block_size, lines; char *seed_text, *domain, *epoch; int64_t seed; /* seed: once pd_engine_open is done */ };
+struct pd_engine_cli {
+    char *model, *trace, *trace_max, *kv_dtype, *kv_mem, *chat_template, *prefix_cache;
+    int threads, chunk, max_seqs, block_size, lines;
+    char *seed_text, *domain, *epoch;
+    int64_t seed;               /* once pd_engine_open is done */
+    bool serving;               /* it is for a daemon: set before pd_engine_open */
+};
 extern struct pd_engine_cli pd_engine_cli;
 extern struct poptOption pd_engine_options[];
 #define PD_ENGINE_OPTIONS { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_engine_options, 0, "The engine:", NULL }

@@ -66,7 +66,7 @@ static int adopt_desc(struct pd_decoder *d, struct pd_dc_run *r, struct pd_err *
 }
 
 /* A number or text that both fingerprints have, and have alike. */
-static bool same_field(const struct pd_decoder *d, const struct pd_dc_run *r, const char *name)
+bool pd_dc_same_field(const struct pd_decoder *d, const struct pd_dc_run *r, const char *name)
 {
     struct pd_bin a, b;
     return pd_map_find(r->desc.fp_fields.p, r->desc.fp_fields.n, name, &a) == 1 && pd_map_find(d->rt->fp.map.p, d->rt->fp.map.n, name, &b) == 1 && a.n == b.n &&
@@ -208,7 +208,7 @@ static void fall_back(struct pd_decoder *d, struct pd_dc_run *r)
         pd_dc_refuse(d, r, why);
         return;
     }
-    if (!same_field(d, r, "tokenizer_digest")) {
+    if (!pd_dc_same_field(d, r, "tokenizer_digest")) {
         pd_err_prefix(why, "kv refused");
         struct pd_err both = *why;
         pd_fail(why, PD_EINCOMPAT, "%.300s; the tokenizers differ, so its token ids mean other text here and cannot be recomputed", both.msg);

@@ -44,6 +44,9 @@ int pd_runtime_open(const struct pd_runtime_opts *o, struct pd_runtime *rt, stru
     struct pd_fp_params fp = { .kv_dtype = g.dtype, .block_size = g.block_size, .numerics = rt->numerics, .software = "pd " PD_VERSION };
     if ((rc = pd_fp_make(rt->model, &fp, &rt->fp, e)) < 0)
         goto out;
+    struct pd_prefix_opts po = { .must_seed = rt->fp.must_seed, .evict = o->evict };
+    if (o->prefix_cache && (rc = pd_prefix_new(rt->pool, &po, &rt->prefix, e)) < 0)
+        goto out;
     char host[64] = "localhost";
     gethostname(host, sizeof host - 1);
     snprintf(rt->worker, sizeof rt->worker, "%s@%.63s:%d", o->role, host, (int)getpid());
@@ -56,6 +59,7 @@ out:
 void pd_runtime_close(struct pd_runtime *rt)
 {
     pd_fp_free(&rt->fp);
+    pd_prefix_free(rt->prefix);
     pd_pool_free(rt->pool);
     pd_model_free(rt->model);
     pd_threads_free(rt->threads);

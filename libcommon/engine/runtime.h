@@ -2,7 +2,7 @@
 #ifndef PD_ENGINE_RUNTIME_H
 #define PD_ENGINE_RUNTIME_H
 #include "../kv/fingerprint.h"
-#include "../kv/pool.h"
+#include "../kv/prefix.h"
 
 #define PD_DOMAIN "local"       /* the transfer domain of who names none */
 
@@ -15,12 +15,15 @@ struct pd_runtime_opts {
     int chunk, max_seqs;        /* 0: 512 and 64 */
     const char *domain;         /* NULL: PD_DOMAIN */
     uint64_t epoch;             /* the deployment: KV does not pass from one to another */
+    bool prefix_cache;          /* daemons */
+    enum pd_evict evict;
 };
 struct pd_runtime {
     struct pd_threads *threads;
     const struct pd_kernels *k;
     struct pd_model *model;
     struct pd_pool *pool;
+    struct pd_prefix *prefix;   /* or NULL */
     struct pd_fp fp;
     const char *numerics;       /* the numerics class: equal strings, equal bits */
     uint32_t chunk, max_seqs;

@@ -15,6 +15,7 @@ struct slab {
     uint32_t *refs;             /* [slab_blocks] */
     uint64_t *free_bits;        /* one bit a block: set when free */
     uint8_t *dirty;             /* [slab_blocks] 1: used before, to be zeroed when taken */
+    uint8_t *kept;              /* [slab_blocks] 1: one of its references is the prefix index's */
     uint32_t n_free;
     uint32_t n_borrowed;        /* of a foreign slab: blocks with references */
     bool foreign, disowned;
@@ -25,7 +26,9 @@ struct pd_pool {
     size_t layer_bytes, slab_bytes;
     uint32_t slab_blocks, max_blocks, max_slabs, n_slabs, first_free /* no slab before it has a free block */;
     uint32_t n_free, total;     /* of the slabs made */
-    uint32_t n_borrowed;
+    uint32_t n_borrowed, n_idle /* kept, and held by nobody else */;
+    pd_pool_lack_fn *lack;
+    void *lack_ctx;
     int64_t max_bytes;
     pthread_mutex_t lock;       /* all of the above that changes, and the slabs' counts */
     struct slab *slab;          /* [max_slabs], then PD_POOL_FOREIGN of other processes; never moved, since other threads read it */
@@ -98,6 +101,7 @@ static void slab_free(struct pd_pool *p, struct slab *s)
     pd_free(s->refs);
     pd_free(s->free_bits);
     pd_free(s->dirty);
+    pd_free(s->kept);
     memset(s, 0, sizeof *s);
 }
 
@@ -121,7 +125,7 @@ static int slab_add(struct pd_pool *p, struct pd_err *e)
     memset(s, 0, sizeof *s);
     s->fd = -1;
     if (!(s->refs = pd_calloc(n, sizeof *s->refs, "KV block references", e)) || !(s->free_bits = pd_calloc(words, 8, "KV block bits", e)) ||
-        !(s->dirty = pd_calloc(n, 1, "KV block states", e)))
+        !(s->dirty = pd_calloc(n, 1, "KV block states", e)) || !(s->kept = pd_calloc(n, 1, "KV block states", e)))
         goto bad;
     struct pd_err why;
     if ((rc = pd_slab_make(p->slab_bytes, &s->fd, &s->map, &why)) < 0) {
@@ -186,19 +190,33 @@ static uint32_t take_one(struct pd_pool *p)
     return block;
 }
 
-static int take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e)
+/* Once. *lack: how many blocks more there ought to be. */
+static int try_take(struct pd_pool *p, uint32_t n, uint32_t *out, uint32_t *lack, struct pd_err *e)
 {
     int rc = 0;
     lock(p);
     uint32_t gettable = p->n_free + (p->max_blocks - p->total);
-    if (n > gettable)
+    *lack = n > gettable ? n - gettable : 0;
+    if (*lack)
         rc = pd_fail(e, PD_ENOMEM, "KV pool: %u blocks of %d tokens wanted, %u free of %u (%lld bytes; raise --kv-mem or send fewer at once)",
                        n, p->g.block_size, gettable, p->max_blocks, (long long)p->max_bytes);
     while (rc == 0 && p->n_free < n)
         rc = slab_add(p, e);
+    if (rc && !*lack)
+        *lack = n - p->n_free;
     for (uint32_t i = 0; rc == 0 && i < n; i++)
         out[i] = take_one(p);
     unlock(p);
+    return rc;
+}
+
+static int take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e)
+{
+    uint32_t lack;
+    int rc;
+    do
+        rc = try_take(p, n, out, &lack, e);
+    while (rc && p->lack && p->lack(p->lack_ctx, lack));    /* without the lock; another thread may be faster, so again while something comes */
     return rc;
 }
 
@@ -297,12 +315,18 @@ static struct slab *held(struct pd_pool *p, uint32_t block, const char *what)
     return NULL;
 }
 
+static void ref(struct pd_pool *p, struct slab *s, uint32_t i)
+{
+    if (s->refs[i]++ == 1 && !s->foreign && s->kept[i])
+        p->n_idle--;
+}
+
 void pd_pool_ref(struct pd_pool *p, uint32_t block)
 {
     lock(p);
     struct slab *s = held(p, block, "reference");
     if (s)
-        s->refs[block % p->slab_blocks]++;
+        ref(p, s, block % p->slab_blocks);
     unlock(p);
 }
 
@@ -310,8 +334,12 @@ static void put(struct pd_pool *p, uint32_t block)
 {
     struct slab *s = held(p, block, "release");
     uint32_t i = block % p->slab_blocks;
-    if (!s || --s->refs[i])
+    if (!s)
         return;
+    if (--s->refs[i]) {
+        p->n_idle += s->refs[i] == 1 && !s->foreign && s->kept[i];
+        return;
+    }
     if (s->foreign) {
         p->n_borrowed--;
         if (!--s->n_borrowed && s->disowned)
@@ -332,6 +360,50 @@ void pd_pool_put(struct pd_pool *p, uint32_t block)
     unlock(p);
 }
 
+void pd_pool_on_lack(struct pd_pool *p, pd_pool_lack_fn *fn, void *ctx)
+{
+    p->lack = fn;
+    p->lack_ctx = ctx;
+}
+
+bool pd_pool_keep(struct pd_pool *p, uint32_t block)
+{
+    uint32_t i = block % p->slab_blocks;
+    lock(p);
+    struct slab *s = held(p, block, "keeping");
+    bool ok = s && !s->foreign && !s->kept[i];
+    if (ok) {
+        s->kept[i] = 1;
+        s->refs[i]++;           /* its holder has one: it is not idle */
+    }
+    unlock(p);
+    return ok;
+}
+
+bool pd_pool_unkeep(struct pd_pool *p, uint32_t block)
+{
+    uint32_t i = block % p->slab_blocks;
+    lock(p);
+    struct slab *s = held(p, block, "release");
+    bool idle = s && s->kept[i] && s->refs[i] == 1;
+    if (s && s->kept[i]) {
+        s->kept[i] = 0;
+        p->n_idle -= idle;
+        put(p, block);
+    }
+    unlock(p);
+    return idle;
+}
+
+bool pd_pool_idle(const struct pd_pool *p, uint32_t block)
+{
+    const struct slab *s = &p->slab[block / p->slab_blocks];
+    lock(p);
+    bool idle = s->kept && s->kept[block % p->slab_blocks] && s->refs[block % p->slab_blocks] == 1;
+    unlock(p);
+    return idle;
+}
+
 struct pd_pool_stats pd_pool_stats(const struct pd_pool *p)
 {
     struct pd_pool_stats s;
@@ -340,7 +412,8 @@ struct pd_pool_stats pd_pool_stats(const struct pd_pool *p)
     s.total = p->total;
     s.max = p->max_blocks;
     s.free = p->n_free;
-    s.used = s.total - s.free;
+    s.cached = p->n_idle;
+    s.used = s.total - s.free - s.cached;
     s.borrowed = p->n_borrowed;
     s.slab_bytes = (uint64_t)p->n_slabs * p->slab_bytes;
     unlock(p);

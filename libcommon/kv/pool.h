@@ -3,8 +3,8 @@
  * given first, so that a run's blocks tend to be neighbours and low slabs fill before new ones are made. Within a slab, per layer all K then all V of its
  * blocks, each [kv_heads, block_size, head_dim], so neighbours are contiguous per layer, and one offset (layer, k or v) serves every block of every slab.
  * Slabs of other processes can be adopted: their blocks, numbered after the pool's own, stand in block tables like any other, to be read and never written.
- * Invariant: free + used == total (of the slabs made; borrowed blocks are counted apart). Any thread may call these (a daemon's loop holds leases
- * while its compute thread runs the batch); a block's memory belongs to who holds it. */
+ * Invariant: free + cached + used == total (of the slabs made; cached: blocks that the prefix index alone holds; borrowed blocks are counted apart). Any thread
+ * may call these (a daemon's loop holds leases while its compute thread runs the batch); a block's memory belongs to who holds it. */
 #ifndef PD_KV_POOL_H
 #define PD_KV_POOL_H
 #include "../model/config.h"
@@ -24,6 +24,15 @@ void pd_pool_ref(struct pd_pool *p, uint32_t block);
 void pd_pool_put(struct pd_pool *p, uint32_t block);    /* drop one reference; at zero the block is free. A block that is not held is told on stderr and left alone */
 int pd_pool_slab_fd(const struct pd_pool *p, uint32_t slab);    /* the sealed memfd of slab block / pd_pool_slab_blocks, or -1 */
 
+/* For the prefix index (prefix.h). keep: a reference of its own of a block that somebody holds; false: it has one, or the block is not this pool's.
+ * unkeep: drops it; true: the block is free now. idle: nobody else holds it. on_lack: called without the lock when blocks are wanted that are not there: gives
+ * up to n back and says how many; before the pool refuses. */
+bool pd_pool_keep(struct pd_pool *p, uint32_t block);
+bool pd_pool_unkeep(struct pd_pool *p, uint32_t block);
+bool pd_pool_idle(const struct pd_pool *p, uint32_t block);
+typedef uint32_t pd_pool_lack_fn(void *ctx, uint32_t n);
+void pd_pool_on_lack(struct pd_pool *p, pd_pool_lack_fn *fn, void *ctx);
+
 /* A slab of another process, mapped read-only in this pool's shape. adopt takes the mapping over (on success) and gives its number: block i of it is
  * slab * pd_pool_slab_blocks + i. borrow: one reference of such a block (put drops it). disown: no more borrows; unmapped with the last of its blocks. */
 #define PD_POOL_FOREIGN 1024
@@ -35,6 +44,6 @@ uint32_t pd_pool_slab_blocks(const struct pd_pool *p);
 size_t pd_pool_slab_bytes(const struct pd_pool *p);
 uint32_t pd_pool_slabs(const struct pd_pool *p);        /* own ones made so far; they never go before the pool does */
 
-struct pd_pool_stats { uint32_t free, used, total, max, borrowed; uint64_t slab_bytes; };
+struct pd_pool_stats { uint32_t free, cached, used, total, max, borrowed; uint64_t slab_bytes; };
 struct pd_pool_stats pd_pool_stats(const struct pd_pool *p);
 #endif

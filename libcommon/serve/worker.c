@@ -64,7 +64,7 @@ struct worker {
     struct pd_decode_opts dco;
     struct run *touched;
     /* counted by both */
-    struct pd_metric *m_runs, *m_queue, *m_seqs, *m_blocks[2], *m_rows[2], *m_steps, *m_preempted, *m_ends[4], *m_ttft, *m_tokens;
+    struct pd_metric *m_runs, *m_queue, *m_seqs, *m_blocks[3], *m_rows[3], *m_steps, *m_preempted, *m_ends[4], *m_ttft, *m_tokens;
     _Atomic uint64_t prompt_left, kv_tokens;    /* of the batch, and how many sequences are without KV, after the last step */
     _Atomic uint32_t waiting;
 };
@@ -205,7 +205,9 @@ static void tell_load(struct worker *w)
     pd_metric_set(w->m_steps, (int64_t)b.steps);
     pd_metric_set(w->m_preempted, (int64_t)b.preemptions);
     pd_metric_set(w->m_blocks[0], p.used);
-    pd_metric_set(w->m_blocks[1], (int64_t)p.max - p.used);
+    pd_metric_set(w->m_blocks[1], (int64_t)p.max - p.used - p.cached);
+    pd_metric_set(w->m_blocks[2], p.cached);
+    pd_metric_set(w->m_rows[2], (int64_t)b.cached_rows);
 }
 
 static void *compute(void *arg)
@@ -532,6 +534,8 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     put(to, "sequences", pd_metric_value(w->m_seqs));
     put(to, "blocks_used", pd_metric_value(w->m_blocks[0]));
     put(to, "blocks_free", pd_metric_value(w->m_blocks[1]));
+    put(to, "blocks_cached", pd_metric_value(w->m_blocks[2]));
+    put(to, "rows_cached", pd_metric_value(w->m_rows[2]));
     put(to, "steps", pd_metric_value(w->m_steps));
     put(to, "tokens", pd_metric_value(w->m_tokens));
     put(to, "preemptions", pd_metric_value(w->m_preempted));
@@ -571,13 +575,14 @@ static int make_metrics(struct worker *w, struct pd_err *e)
     const struct pd_metric_about runs = GAUGE("pd_runs", "Runs in hand."), seqs = GAUGE("pd_sequences", "Sequences in the batch, waiting ones too."),
         blocks = GAUGE("pd_kv_blocks", "KV blocks of the pool.", .label = { "state" }),
         rows = COUNTER("pd_rows_total", "Rows computed, of prompts and of decoding.", .label = { "phase" }),
-        steps = COUNTER("pd_steps_total", "Steps of the batch."), preempted = COUNTER("pd_preemptions_total", "Sequences put back for want of blocks."),
+        cached = COUNTER("pd_cached_rows_total", "Rows not computed, as their KV was in the prefix cache."), steps = COUNTER("pd_steps_total", "Steps of the batch."), preempted = COUNTER("pd_preemptions_total", "Sequences put back for want of blocks."),
         ends = COUNTER("pd_runs_total", "Runs, by how they ended.", .label = { "end" }), tokens = COUNTER("pd_generated_tokens_total", "Tokens generated."),
         ttft = { .name = "pd_ttft_seconds", .help = "From acceptance to the first token.", .type = PD_HISTOGRAM, .scale = 6,
                  .bounds = pd_latency_bounds, .n_bounds = pd_n_latency_bounds };
     const struct { const struct pd_metric_about *about; struct pd_metric **to; const char *label; } t[] = {
         { &runs, &w->m_runs, NULL }, { &seqs, &w->m_seqs, NULL }, { &blocks, &w->m_blocks[0], "used" }, { &blocks, &w->m_blocks[1], "free" },
-        { &rows, &w->m_rows[0], "prompt" }, { &rows, &w->m_rows[1], "decode" }, { &steps, &w->m_steps, NULL }, { &preempted, &w->m_preempted, NULL },
+        { &blocks, &w->m_blocks[2], "cached" },
+        { &rows, &w->m_rows[0], "prompt" }, { &rows, &w->m_rows[1], "decode" }, { &cached, &w->m_rows[2], NULL }, { &steps, &w->m_steps, NULL }, { &preempted, &w->m_preempted, NULL },
         { &ends, &w->m_ends[0], "completed" }, { &ends, &w->m_ends[1], "failed" }, { &ends, &w->m_ends[2], "cancelled" }, { &ends, &w->m_ends[3], "refused" },
         { &tokens, &w->m_tokens, NULL }, { &ttft, &w->m_ttft, NULL } };
 #undef COUNTER

@@ -108,6 +108,26 @@ d = Daemon("a", "--metrics", "unix:" + os.path.join(tmp.name, "a.http"))
 ok(d.ready == b"READY=1\n" and len(filtered) == 40, "a worker becomes ready", d.ready)
 ok(tokens(d.ask(reqs(40))) == filtered, "one client's results are the filter's, to the bit")
 ok(tokens(d.ask(reqs(40), "msgpack")) == filtered, "in msgpack too")
+# ---- the prefix cache ----
+
+again = [r for r in d.ask(reqs(40)) if r.get("pd") == "result"]
+ok(tokens(again) == filtered and all(0 < r["cached_tokens"] < r["prompt_tokens"] for r in again if r["prompt_tokens"] > 16) and any(r["cached_tokens"] for r in again),
+   "what was computed before is not computed again, and the results are the same to the bit", [(r["prompt_tokens"], r["cached_tokens"]) for r in again][:8])
+salted = [[r for r in d.ask(reqs(40, cache_salt=s)) if r.get("pd") == "result"] for s in ("one", "two", "one")]
+ok(all(tokens(s) == filtered for s in salted) and any(r["cached_tokens"] for r in salted[2]) and
+   max(r["cached_tokens"] for r in salted[1]) < max(r["cached_tokens"] for r in salted[2]), "another cache_salt shares nothing with the others", [max(r["cached_tokens"] for r in s) for s in salted])
+g = d.ledger()
+ok(g["blocks_cached"] > 0 and g["blocks_used"] == 0 and g["rows_cached"] > 0, "the ledger says what is cached", g)
+off = Daemon("off", "--prefix-cache", "off")
+ok([tokens(off.ask(reqs(40))) for _ in range(2)] == [filtered] * 2 and off.ledger()["blocks_cached"] == 0 and off.ledger()["rows_cached"] == 0, "--prefix-cache off: nothing is kept")
+off.end()
+lru = Daemon("lru", "--prefix-cache", "lru")
+ok([tokens(lru.ask(reqs(40))) for _ in range(2)] == [filtered] * 2 and lru.ledger()["blocks_cached"] > 0, "--prefix-cache lru")
+lru.end()
+bad = [run([f"{B}/bin/pd-decode", *ARGS, "--listen", "unix:" + os.path.join(tmp.name, "bad"), "--role", "both", "--prefix-cache", "maybe"], b""),
+       run([f"{B}/bin/pd-decode", *ARGS, "--prefix-cache", "on"], b"")]
+ok([b.returncode for b in bad] == [2, 2] and b"maybe" in bad[0].stderr and b"daemons" in bad[1].stderr, "--prefix-cache: unknown words and filters are refused", bad)
+
 many = [None] * 12
 
 

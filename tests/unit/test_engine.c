@@ -21,6 +21,8 @@ static void must(int rc, const struct pd_err *e)
         fail_msg("%s", e->msg);
 }
 
+static bool caching;
+static enum pd_evict evict;
 static struct pd_runtime open_model(const char *name, int threads, const char *cpu, const char *kv_dtype, int64_t kv_mem, int block_size)
 {
     struct pd_runtime rt;
@@ -31,7 +33,7 @@ static struct pd_runtime open_model(const char *name, int threads, const char *c
         setenv("PD_CPU", cpu, 1);
     else
         unsetenv("PD_CPU");
-    struct pd_runtime_opts o = { .model = path, .role = "test", .threads = threads, .kv_dtype = kv_dtype, .kv_mem = kv_mem ? kv_mem : name[0] == '/' ? 64 << 20 : 4 << 20, .block_size = block_size };
+    struct pd_runtime_opts o = { .prefix_cache = caching, .evict = evict, .model = path, .role = "test", .threads = threads, .kv_dtype = kv_dtype, .kv_mem = kv_mem ? kv_mem : name[0] == '/' ? 64 << 20 : 4 << 20, .block_size = block_size };
     must(pd_runtime_open(&o, &rt, &e), &e);
     return rt;
 }
@@ -151,7 +153,7 @@ static void test_same_bits(void **state)
 /* --- runs through the batch ------------------------------------------------------------------------------------------------------------------------ */
 
 #define MAX_GEN 40
-struct out { int32_t tokens[4][MAX_GEN]; float lp[4][MAX_GEN]; uint32_t n[4]; char reason[4][12]; struct pd_run *run; };
+struct out { int32_t tokens[4][MAX_GEN]; float lp[4][MAX_GEN]; uint32_t n[4]; char reason[4][12]; struct pd_run *run; uint32_t cached; };
 
 static struct out *out_of(struct pd_seq *s) { return s->run->user; }
 static struct pd_batch *the_batch;
@@ -177,6 +179,7 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
     if (e)
         print_message("# %s\n", e->msg);
     o->run = s->run;
+    o->cached = s->run->n_cached;
     if (!s->run->n_open && !keep_runs)
         pd_run_drop(the_batch, s->run);
 }
@@ -186,7 +189,7 @@ static void on_layer(void *ctx, struct pd_run *r, int layer, uint32_t n) { (void
 static struct pd_batch *new_batch(struct pd_runtime *rt, uint32_t chunk, uint32_t max_seqs)
 {
     struct pd_err e;
-    struct pd_batch_opts o = { chunk, max_seqs };
+    struct pd_batch_opts o = { chunk, max_seqs, rt->prefix };
     struct pd_batch_cb cb = { NULL, on_layer, on_token, on_finished, NULL };
     must(pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &o, &cb, &the_batch, &e), &e);
     return the_batch;
@@ -366,6 +369,163 @@ static void test_import(void **state)
     }
 }
 
+/* --- with a prefix cache: the same bits, and less computed ---------------------------------------------------------------------------------------- */
+
+/* Three families of prompts: one begins like the others of its family, for a number of tokens that is or is not one of whole blocks; some are alike. */
+static void make_families(const struct pd_runtime *rt)
+{
+    static const uint32_t common[] = { 40, 33, 64 };
+    for (int i = 0; i < RUNS; i++) {
+        uint32_t shared = common[i % 3], own = (uint32_t)(i / 3 * 11);
+        prompt_n[i] = shared + own;
+        fill_tokens(prompts[i], shared, rt->model->cfg.n_vocab, (uint32_t)(i % 3) + 500);
+        fill_tokens(prompts[i] + shared, own, rt->model->cfg.n_vocab, (uint32_t)(i % 6) + 900);
+    }
+}
+
+static void blocks_add_up(const struct pd_runtime *rt)
+{
+    struct pd_pool_stats s = pd_pool_stats(rt->pool);
+    assert_int_equal(s.free + s.cached + s.used, s.total);
+}
+
+static void test_cache(void **state)
+{
+    (void)state;
+    static const struct { uint32_t chunk, seqs; int64_t blocks; enum pd_evict evict; } v[] = { { 512, 64, 0, PD_EVICT_LRU_TAIL }, { 7, 8, 0, PD_EVICT_LRU },
+        { 1, 3, 24, PD_EVICT_LRU_TAIL }, { 64, 64, 13, PD_EVICT_LRU_TAIL }, { 16, 4, 13, PD_EVICT_LRU } };
+    static const char *const some[] = { "llama-f32", "llama-q4_1", "llama-bf16", "llama-mixed", "llama-q8_0" };
+    struct out ref[RUNS], got[RUNS];
+    struct pd_err e;
+    struct pd_run *run;
+    for (size_t m = 0; m < sizeof some / sizeof *some; m++)
+        for (size_t k = 0; k < sizeof v / sizeof *v; k++) {
+            struct pd_runtime rt = open_model(some[m], 2, NULL, NULL, 0, 0);
+            make_families(&rt);
+            if (k == 0)
+                reference(&rt, ref);
+            int64_t block = (int64_t)(2 * pd_pool_layer_bytes(rt.pool) * (size_t)rt.model->cfg.n_layers);
+            pd_runtime_close(&rt);
+            caching = true;
+            evict = v[k].evict;
+            rt = open_model(some[m], 2, NULL, NULL, v[k].blocks * block, 0);
+            caching = false;
+            struct pd_batch *b = new_batch(&rt, v[k].chunk, v[k].seqs);
+            uint32_t cached = 0, all = 0;
+            for (uint32_t round = 0; round < 4; round++) {
+                struct pd_request r[RUNS];
+                memset(got, 0, sizeof got);
+                for (int j = 0; j < RUNS; j++) {
+                    int i = (j * 5 + (int)round) % RUNS;
+                    r[i] = sampling(i);
+                    struct pd_job job = { .req = &r[i], .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &got[i] };
+                    must(pd_batch_submit(b, &job, &run, &e), &e);
+                    for (int s = 0; s < j % 4; s++) {
+                        must(pd_batch_step(b, &e), &e);     /* some come while others run */
+                        blocks_add_up(&rt);
+                    }
+                }
+                drain(b);
+                for (int i = 0; i < RUNS; i++) {
+                    assert_same(&ref[i], &got[i], i, some[m]);
+                    assert_true(got[i].cached % 16 == 0 && got[i].cached < prompt_n[i]);        /* the last token at least is computed */
+                    if (round && !v[k].blocks)
+                        assert_int_equal(got[i].cached, (prompt_n[i] - 1) / 16 * 16);
+                    cached += round ? got[i].cached : 0;
+                    all += round ? prompt_n[i] : 0;
+                }
+                assert_int_equal(pd_pool_stats(rt.pool).used, 0);
+                blocks_add_up(&rt);
+            }
+            struct pd_prefix_stats ps = pd_prefix_stats(rt.prefix);
+            print_message("# %s, chunk %u, %lld blocks: %u of %u prompt tokens were cached, %u preemptions, %u blocks evicted\n", some[m], v[k].chunk,
+                          (long long)v[k].blocks, cached, all, (unsigned)pd_batch_stats(b).preemptions, (unsigned)ps.evicted);
+            assert_true(cached > 0 && pd_batch_stats(b).cached_rows >= cached);
+            assert_true(v[k].blocks ? ps.evicted > 0 : ps.evicted == 0);
+            if (v[k].blocks == 13)
+                assert_true(pd_batch_stats(b).preemptions > 0);
+            pd_batch_free(b);
+            assert_int_equal(pd_pool_stats(rt.pool).used, 0);
+            pd_runtime_close(&rt);
+        }
+}
+
+/* One tenant's blocks are not another's; what was computed for prefill alone, taken from elsewhere or decoded is found by who asks for its tokens. */
+static void test_cache_divides(void **state)
+{
+    (void)state;
+    struct pd_err e;
+    struct pd_run *run;
+    struct out ref = { 0 };
+    caching = true;
+    struct pd_runtime rt = open_model("llama-q4_1", 2, NULL, NULL, 0, 0);
+    caching = false;
+    make_families(&rt);
+    struct pd_batch *b = new_batch(&rt, 32, 8);
+    static const char *const salt[] = { NULL, "one", "two" };
+    for (int round = 0; round < 2; round++)
+        for (int i = 0; i < 3; i++) {
+            struct out got = { 0 };
+            struct pd_request r = sampling(1);
+            r.cache_salt = (struct pd_str){ salt[i], salt[i] ? 3 : 0 };
+            struct pd_job j = { .req = &r, .prompt = prompts[2], .n_prompt = 64, .user = round + i ? &got : &ref };
+            must(pd_batch_submit(b, &j, &run, &e), &e);
+            drain(b);
+            assert_int_equal(round + i ? got.cached : ref.cached, round ? 48 : 0);
+            if (round + i)
+                assert_same(&ref, &got, i, "another tenant");
+        }
+    /* the prompt and all that was generated but the last token: 64 + 23 tokens are 5 blocks */
+    int32_t more[96];
+    struct pd_request r = sampling(0);
+    struct out got = { 0 };
+    memcpy(more, prompts[2], 64 * 4);
+    memcpy(more + 64, ref.tokens[0], 24 * 4);
+    struct pd_job j = { .req = &r, .prompt = more, .n_prompt = 88, .user = &got };
+    must(pd_batch_submit(b, &j, &run, &e), &e);
+    drain(b);
+    assert_int_equal(got.cached, 80);
+    /* kept out: neither takes nor gives */
+    struct out out[2] = { 0 };
+    r = sampling(0);
+    for (int i = 0; i < 2; i++) {
+        j = (struct pd_job){ .req = &r, .prompt = prompts[1], .n_prompt = prompt_n[1], .user = &out[i], .keep_out = i == 0 };
+        must(pd_batch_submit(b, &j, &run, &e), &e);
+        drain(b);
+        assert_int_equal(out[i].cached, 0);
+    }
+    assert_same(&out[0], &out[1], 0, "kept out");
+    /* prefill alone, twice: the second one's blocks hold the same bytes as if it had computed them */
+    uint8_t *copy = NULL;
+    size_t len = pd_pool_layer_bytes(rt.pool);
+    uint32_t layers = (uint32_t)rt.model->cfg.n_layers;
+    keep_runs = true;
+    for (int i = 0; i < 2; i++) {
+        struct out first = { 0 };
+        j = (struct pd_job){ .req = &r, .prompt = prompts[5], .n_prompt = prompt_n[5], .user = &first, .prefill_only = true };
+        must(pd_batch_submit(b, &j, &run, &e), &e);
+        drain(b);
+        const uint32_t *blocks = pd_seq_blocks(&run->seq[0]);
+        uint32_t n = pd_seq_n_blocks(&run->seq[0]);
+        assert_int_equal(n, (prompt_n[5] + 15) / 16);
+        assert_int_equal(first.cached, i ? (prompt_n[5] - 1) / 16 * 16 : 64);      /* its family's beginning */
+        copy = copy ? copy : malloc(n * layers * 2 * len);
+        for (uint32_t l = 0; l < layers * 2; l++)
+            for (uint32_t k = 0; k < n; k++) {
+                uint8_t *at = copy + (l * n + k) * len, *is = pd_pool_base(rt.pool, blocks[k]) + pd_pool_off(rt.pool, (int)l / 2, l % 2);
+                if (i)
+                    assert_memory_equal(at, is, len);
+                memcpy(at, is, len);
+            }
+        pd_run_drop(b, run);
+    }
+    keep_runs = false;
+    free(copy);
+    pd_batch_free(b);
+    assert_int_equal(pd_pool_stats(rt.pool).used, 0);
+    pd_runtime_close(&rt);
+}
+
 /* A run taken up from the tokens it had made goes on with the same ones. */
 static void resume_on(const char *model, int step, uint32_t cuts)
 {
@@ -480,7 +640,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_golden), cmocka_unit_test(test_same_bits), cmocka_unit_test(test_batch),
-        cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_resume_real), cmocka_unit_test(test_limits), cmocka_unit_test(test_failed_choices),
+        cmocka_unit_test(test_cache), cmocka_unit_test(test_cache_divides), cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_resume_real), cmocka_unit_test(test_limits), cmocka_unit_test(test_failed_choices),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
