@@ -1,5 +1,6 @@
 #include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <sys/random.h>
 #include <unistd.h>
@@ -13,7 +14,7 @@
 #include "../xfer/proto.h"
 #include "register.h"
 
-enum { FIRST_US = 50000, LAST_US = 2000000, GOOD_US = 5000000, MOST_ROUTERS = 16, MOST_VIA = 4 };
+enum { FIRST_US = 50000, LAST_US = 2000000, GOOD_US = 5000000, MOST_ROUTERS = 16, MOST_VIA = 4, EVENT_BYTES = 64 << 10 };
 
 struct pd_register_cli pd_register_cli;
 struct poptOption pd_register_options[] = {
@@ -22,7 +23,7 @@ struct poptOption pd_register_options[] = {
     POPT_TABLEEND
 };
 
-struct follower { struct pd_conn *c; bool events; struct follower *next, **prev; };
+struct follower { struct pd_conn *c; bool events; struct pd_kvcursor at; struct follower *next, **prev; };
 struct router { struct pd_register *r; const char *path; struct pd_conn_opts opts; struct pd_conn *c; struct pd_timer *again; int64_t wait_us; bool told, refused; };     /* told: that it is away; refused: what it says */
 
 struct pd_register {
@@ -35,6 +36,9 @@ struct pd_register {
     struct router router[MOST_ROUTERS];
     int n_routers;
     struct pd_buf b;                    /* the record at hand */
+    struct pd_buf ev;                   /* kvevents at hand */
+    struct pd_post changed;             /* the prefix index did; posted: it is on its way */
+    _Atomic bool posted;
 };
 
 /* ---- the record ---- */
@@ -147,6 +151,44 @@ void pd_register_beat(struct pd_register *r)
 
 /* ---- who follows ---- */
 
+/* What of the index's changes there is room for. */
+static void feed(struct pd_register *r, struct follower *f)
+{
+    struct pd_err e;
+    int more = f->events;
+    while (more == 1 && pd_conn_open(f->c) && !pd_conn_full(f->c)) {
+        r->ev.n = 0;
+        more = pd_prefix_events(r->o.rt->prefix, &f->at, EVENT_BYTES, &r->ev, &e);
+        for (size_t at = 0, n = 0; more >= 0 && at < r->ev.n; at += n) {
+            n = pd_value_len(r->ev.p + at, r->ev.n - at);
+            if (pd_conn_put(f->c, r->ev.p + at, n, &e) < 0)
+                break;          /* closed, or about to be */
+        }
+    }
+    if (more < 0)
+        pd_conn_close(f->c, &e);
+}
+
+static void on_changed(void *ctx)
+{
+    struct pd_register *r = ctx;
+    atomic_store(&r->posted, false);
+    for (struct follower *f = r->followers, *next; f; f = next) {
+        next = f->next;
+        feed(r, f);
+    }
+}
+
+/* On the thread that changed it. */
+static void tell_change(void *ctx)
+{
+    struct pd_register *r = ctx;
+    if (!atomic_exchange(&r->posted, true))
+        pd_loop_post(pd_daemon_loop(r->d), &r->changed);
+}
+
+static void on_follow_room(void *ctx, struct pd_conn *c) { feed(ctx, pd_conn_get(c)); }
+
 static void on_follow_record(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
 {
     struct pd_register *r = ctx;
@@ -168,11 +210,12 @@ static void on_follow_gone(void *ctx, struct pd_conn *c, const struct pd_err *wh
     *f->prev = f->next;
     if (f->next)
         f->next->prev = f->prev;
+    pd_kvcursor_close(&f->at);
     pd_free(f);
 }
 
 static void leave_be(void *ctx, struct pd_conn *c) { (void)ctx; (void)c; }
-static const struct pd_conn_cb follow_cb = { .record = on_follow_record, .drain = leave_be, .gone = on_follow_gone, .looks_on = true };
+static const struct pd_conn_cb follow_cb = { .record = on_follow_record, .room = on_follow_room, .drain = leave_be, .gone = on_follow_gone, .looks_on = true };
 
 int pd_register_follow(struct pd_register *r, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e)
 {
@@ -186,6 +229,14 @@ int pd_register_follow(struct pd_register *r, struct pd_conn *c, const struct pd
     *f = (struct follower){ .c = c, .next = r->followers, .prev = &r->followers };
     if (pd_map_find(rec->p, rec->n, "events", &v) == 1)
         pd_get_bool(v, &f->events);
+    f->events &= r->o.rt->prefix != NULL;
+    if (f->events) {
+        struct pd_bin life = { NULL, 0 };
+        int64_t seq = 0;
+        bool known = pd_map_find(rec->p, rec->n, "life", &v) == 1 && pd_get_bin(v, &life) && life.n == PD_LIFE_LEN && pd_map_find(rec->p, rec->n, "seq", &v) == 1 &&
+                     pd_get_int(v, &seq) && seq >= 0;
+        pd_kvcursor_open(&f->at, r->o.rt->prefix, known ? life.p : NULL, (uint64_t)seq);
+    }
     if (f->next)
         f->next->prev = &f->next;
     r->followers = f;
@@ -193,24 +244,8 @@ int pd_register_follow(struct pd_register *r, struct pd_conn *c, const struct pd
     pd_conn_handle(c, &follow_cb, r);
     pd_conn_owe(c, 1);          /* for ever: also one that has ended its writing goes on reading */
     put(r, c);
-    if (f->events && r->o.events && pd_conn_open(c))
-        r->o.events(r->o.ctx, c, rec);
+    feed(r, f);
     return 0;
-}
-
-void pd_register_event(struct pd_register *r, const void *rec, size_t n)
-{
-    struct pd_err e;
-    for (struct follower *f = r ? r->followers : NULL, *next; f; f = next) {
-        next = f->next;
-        if (!f->events)
-            continue;
-        if (pd_conn_full(f->c)) {
-            pd_fail(&e, PD_ECANCEL, "it follows events and does not read them");
-            pd_conn_close(f->c, &e);
-        } else
-            pd_conn_put(f->c, rec, n, &e);
-    }
 }
 
 /* ---- routers ---- */
@@ -320,6 +355,9 @@ int pd_register_new(struct pd_daemon *d, const struct pd_register_opts *o, struc
         if ((rc = pd_timer_new(pd_daemon_loop(d), dial, t, &t->again, e)) < 0 || (rc = pd_timer_in(t->again, 0, e)) < 0)
             goto out;
     }
+    r->changed = (struct pd_post){ .fn = on_changed, .ctx = r };
+    if (o->rt->prefix)
+        pd_prefix_on_change(o->rt->prefix, tell_change, r);
 out:
     if (rc < 0)
         pd_register_free(r);
@@ -332,9 +370,12 @@ void pd_register_free(struct pd_register *r)
 {
     if (!r)
         return;
+    if (r->o.rt->prefix)
+        pd_prefix_on_change(r->o.rt->prefix, NULL, NULL);
     for (struct follower *f = r->followers, *next; f; f = next) {
         next = f->next;
         pd_conn_free(f->c);
+        pd_kvcursor_close(&f->at);
         pd_free(f);
     }
     for (int i = 0; i < MOST_ROUTERS; i++) {
@@ -342,6 +383,7 @@ void pd_register_free(struct pd_register *r)
         pd_timer_free(r->router[i].again);
     }
     pd_buf_free(&r->b);
+    pd_buf_free(&r->ev);
     pd_free(r);
 }
 

@@ -1,8 +1,9 @@
 /* A worker's own registration: the `worker` record (pd-wire.5), and who gets it.
  *
  * The record is made from the runtime and the load of the moment. It goes at once, at each heartbeat and at each change of state to
- *   - whoever asked with a `status` record whose `follow` is true (the daemon's hook: pd_register_follow), until he closes. With `events: true` he also gets
- *     what pd_register_event is given;
+ *   - whoever asked with a `status` record whose `follow` is true (the daemon's hook: pd_register_follow), until he closes. With `events: true` he also gets the
+ *     changes of the runtime's prefix index as kvevent records, as they happen: from `life` and `seq` of his question on, where the index's ring still has
+ *     them, else after a snapshot. Who reads slowly gets them slowly, and a snapshot when he fell too far behind;
  *   - each router named by --register, which is dialled, and dialled again with a back-off when it is away: 50 ms, doubled up to 2 s, a fifth of it at random,
  *     so that the workers of one router do not come back in step.
  * Nobody who only follows keeps a draining daemon. A follower that does not read is skipped until it does: each record says all.
@@ -28,8 +29,6 @@ struct pd_register_opts {
     const char *const *routers;         /* endpoints "unix:PATH", NULL-ended, or NULL */
     /* Fills the counts of the moment, on the loop's thread; NULL: all 0. */
     void (*load)(void *ctx, struct pd_load *l);
-    /* A follower with events: true has come: what it must have before the next pd_register_event goes out with pd_conn_put. NULL: nothing. */
-    void (*events)(void *ctx, struct pd_conn *c, const struct pd_rec *rec);
     void *ctx;
 };
 
@@ -44,8 +43,6 @@ int pd_register_new(struct pd_daemon *d, const struct pd_register_opts *o, struc
 /* A record to all, now: from the daemon's `beat` and `drain` hooks. r may be NULL. */
 void pd_register_beat(struct pd_register *r);
 int pd_register_follow(struct pd_register *r, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e);
-/* One record (kvevent) to those who follow events. One of them that does not read is closed: it could not know what it missed. */
-void pd_register_event(struct pd_register *r, const void *rec, size_t n);
 uint32_t pd_register_routers(const struct pd_register *r);      /* of those dialled, how many are there now */
 void pd_register_free(struct pd_register *r);   /* after the loop, before the daemon: its connections close, which says `gone`. NULL: nothing */
 

@@ -209,7 +209,7 @@ peer = Peer(r.accept()[0])
 peer.next()
 d.p.send_signal(signal.SIGTERM)
 ok((d.p.wait(30), peer.until(lambda x: x["state"] == "draining", 9)["state"]) == (0, "draining") and peer.until(lambda x: False) is None, "a router hears of the drain, and does not keep it")
-d = Daemon("d2")
+d = Daemon("d2", "--kv-mem", "1MiB")
 stat = dial(d.path)
 stat.send({"pd": "status"})
 fds = stat.next()["ledger"]["fds"]
@@ -225,6 +225,92 @@ for _ in range(100):
         break
     time.sleep(0.05)
 ok(now["connections"] == 1 and now["fds"] == fds and now["answers_owed"] == 0, "followers that go leave nothing", now)
+
+
+# ---- who follows events keeps an image of the prefix cache ----
+
+class Image:
+    """Rebuilt from kvevents alone."""
+
+    def __init__(self):
+        self.blocks, self.seq, self.life, self.snapshots, self.gap = {}, None, None, 0, False
+
+    def take(self, r):
+        h = [r["hashes"][i:i + 16] for i in range(0, len(r.get("hashes", b"")), 16)]
+        ids = [r["token_ids"][i:i + 4 * r["block_size"]] for i in range(0, len(r.get("token_ids", b"")), 4 * r.get("block_size", 1))]
+        if r["op"] == "snapshot":
+            if not r.get("part"):
+                self.blocks, self.life = {}, r["life"]
+                self.snapshots += 1
+            up = [r["parents"][i:i + 16] for i in range(0, len(r.get("parents", b"")), 16)]
+        else:
+            self.gap |= self.seq is None or r["seq"] != self.seq + 1 or r["life"] != self.life
+            up = [r.get("parent", bytes(16)), *h]
+        self.seq = r["seq"]
+        if r["op"] in ("stored", "snapshot"):
+            self.gap |= any(x in self.blocks for x in h)
+            self.blocks.update(zip(h, zip(up, ids)))
+        elif r["op"] == "removed":
+            self.gap |= any(self.blocks.pop(x, None) is None for x in h)
+        else:
+            self.blocks = {}
+
+
+def subscribe(image, **kw):
+    f = dial(d.path)
+    f.send({"pd": "status", "follow": True, "events": True, **kw})
+    return f, image
+
+
+def until_quiet(f, image):
+    """Reads all that came before the answer to a record that has no business here."""
+    f.send({"pd": "mark"})
+    while (r := f.next())["pd"] != "error":
+        if r["pd"] == "kvevent":
+            image.take(r)
+    return image
+
+
+def ask(n, first=0, **kw):
+    s = dial(d.path)
+    s.send(*[dict({"id": i, "prompt": f"Long before there were {i % 7} foxes " * (2 + i % 5) + str(i), "max_tokens": 4, "seed": i}, **kw) for i in range(first, first + n)])
+    got = 0
+    while got < n:
+        got += s.next().get("pd") == "result"
+    s.s.close()
+
+
+early = subscribe(Image())
+ask(30)
+until_quiet(*early)
+late = subscribe(Image())
+until_quiet(*late)
+stat.send({"pd": "status"})
+g = stat.next()["ledger"]
+ok(early[1].blocks and early[1].blocks == late[1].blocks and len(late[1].blocks) == g["blocks_cached"] and not early[1].gap and early[1].seq == late[1].seq > 3,
+   "one who came first and one who came late have the same image, and it is the cache", (len(early[1].blocks), len(late[1].blocks), g["blocks_cached"], early[1].seq))
+ok(early[1].snapshots == 1 and late[1].snapshots == 1 and all(up == bytes(16) or up in late[1].blocks for up, _ in late[1].blocks.values()), "each had one snapshot, and every chain is whole")
+late[0].s.close()
+for i in range(4):
+    ask(100, 100 * i, cache_salt=str(i))        # past what the pool holds: blocks go
+until_quiet(*early)
+back = subscribe(late[1], life=late[1].life, seq=late[1].seq)
+until_quiet(*back)
+stat.send({"pd": "status"})
+g = stat.next()["ledger"]
+ok(early[1].blocks == back[1].blocks and len(back[1].blocks) == g["blocks_cached"] and not early[1].gap and g["blocks_free"] < 30 and g["blocks_used"] == 0,
+   "also after blocks went, for one who was away and came back", (len(early[1].blocks), len(back[1].blocks), g))
+again = subscribe(back[1], life=early[1].life, seq=early[1].seq)
+ask(3, 1000)
+until_quiet(*again)
+until_quiet(*early)
+ok(again[1].blocks == early[1].blocks and again[1].snapshots == back[1].snapshots and not again[1].gap, "who names the last change that he knows needs no snapshot")
+other = subscribe(Image(), life=b"somebody", seq=5)
+ok(until_quiet(*other).blocks == early[1].blocks and other[1].snapshots == 1, "of another life nothing is known: a snapshot")
+for f in early, back, again, other:
+    f[0].s.close()
+stat.send({"pd": "status"})
+now = stat.next()["ledger"]
 slow = dial(d.path)             # never reads
 slow.send({"pd": "status", "follow": True})
 many = [{"pd": "status"}] * 200
