@@ -5,8 +5,9 @@
 #include "../libcommon/serve/register.h"
 #include "../libcommon/serve/worker.h"
 #include "../libcommon/wire/endpoint.h"
+#include "../libcommon/xfer/transport.h"
 
-static char *on_mismatch, *role;
+static char *on_mismatch, *role, *via;
 static int text, stream, keep_going, strict;
 static struct poptOption options[] = {
     { "text", '\0', POPT_ARG_NONE, &text, 0, "write the generated text alone, in order of input", NULL },
@@ -14,7 +15,8 @@ static struct poptOption options[] = {
     { "on-mismatch", '\0', POPT_ARG_STRING, &on_mismatch, 0, "KV that fails a check: recompute (default) or fail", "WHAT" },
     { "keep-going", 'k', POPT_ARG_NONE, &keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a run was recovered from a fault", NULL },
-    { "role", '\0', POPT_ARG_STRING, &role, 0, "as a daemon: both (whole requests are run here)", "ROLE" },
+    { "role", '\0', POPT_ARG_STRING, &role, 0, "as a daemon: decode (default) or both: what a router may use it for", "ROLE" },
+    { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may come, best first (default shm,inline)", "SCHEMES" },
     PD_DAEMON_OPTIONS,
     PD_REGISTER_OPTIONS,
     PD_ENGINE_OPTIONS,
@@ -25,18 +27,21 @@ static int serve(struct pd_err *e)
 {
     struct pd_runtime rt = { 0 };
     struct pd_trace *trace = NULL;
-    struct pd_daemon_opts o = { .role = "both" };
+    struct pd_daemon_opts o = { .role = role ? role : "decode" };
     int64_t max = pd_cli_max_record(e);
     int rc = max < 0 ? e->code : pd_daemon_from_cli(&o, e);
     if (rc < 0)
         return rc;
-    if (!role || strcmp(role, "both"))
-        return pd_fail(e, PD_EUSAGE, "--listen: this build serves whole requests only (add --role both)");
+    if (strcmp(o.role, "both") && strcmp(o.role, "decode"))
+        return pd_fail(e, PD_EUSAGE, "--role: '%s' is no role of this command (decode or both)", role);
+    if (via && (rc = pd_via_check(via, e)) < 0)
+        return rc;
     if (pd_cli.in || pd_cli.out || pd_cli.format || text || on_mismatch || keep_going || strict || pd_engine_cli.lines)
         return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --text, --lines, --on-mismatch, -k and --strict are for filters (each client has the form that it writes)");
     o.max_record = (size_t)max;
-    if ((rc = pd_engine_open("both", &rt, e)) == 0 && (rc = pd_engine_trace("both", &rt, &trace, e)) == 0) {
-        struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .trace = trace, .routers = (const char *const *)pd_register_cli.routers };
+    if ((rc = pd_engine_open(o.role, &rt, e)) == 0 && (rc = pd_engine_trace(o.role, &rt, &trace, e)) == 0) {
+        struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .via = via, .trace = trace,
+                                     .routers = (const char *const *)pd_register_cli.routers };
         rc = pd_worker_serve(&rt, &w, &o, e);
     }
     pd_trace_close(trace);
@@ -51,7 +56,7 @@ static int describe(struct pd_err *e)
     if (strcmp(as, "decode") && strcmp(as, "both"))
         return pd_fail(e, PD_EUSAGE, "--role: '%s' is no role of this command (decode or both)", as);
     int rc = pd_engine_open(as, &rt, e);
-    struct pd_register_opts o = { .rt = &rt, .role = as, .max_runs = 4 * rt.max_seqs };
+    struct pd_register_opts o = { .rt = &rt, .role = as, .max_runs = 4 * rt.max_seqs, .via = via };
     rc = rc ? rc : pd_register_print(&o, (const char *const *)pd_daemon_cli.listen, e);
     pd_runtime_close(&rt);
     return rc;
@@ -79,8 +84,9 @@ static int run(const char **args, int *status, struct pd_err *e)
         return describe(e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (role || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
-        return pd_fail(e, PD_EUSAGE, "--role, --register, --metrics, --ready-fd, --max-connections and --insecure are for daemons (add --listen unix:PATH)");
+    if (role || via || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
+        return pd_fail(e, PD_EUSAGE, "--role, --via, --register, --metrics, --ready-fd, --max-connections and --insecure are for daemons "
+                                     "(add --listen unix:PATH)");
     if (text && stream)
         return pd_fail(e, PD_EUSAGE, "--text and --stream exclude each other (text is written as it comes anyway)");
     if (text && pd_cli.format)

@@ -1,13 +1,19 @@
-/* pd-prefill: requests in, KV out. */
+/* pd-prefill: requests in, KV out; with --listen a daemon. */
+#include "../libcommon/base/opt.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/engine/prefiller.h"
+#include "../libcommon/serve/giver.h"
 #include "../libcommon/serve/register.h"
 #include "../libcommon/wire/endpoint.h"
+#include "../libcommon/xfer/transport.h"
 
-static char *kv;
+static char *kv, *via, *lease;
 static struct poptOption options[] = {
     { "kv", '\0', POPT_ARG_STRING, &kv, 0, "how the KV travels: inline (default: in the stream)", "SCHEME" },
-    { "describe", '\0', POPT_ARG_NONE, &pd_register_cli.describe, 0, "print this worker's record and exit", NULL },
+    { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may go, best first (default shm,inline)", "SCHEMES" },
+    { "lease", '\0', POPT_ARG_STRING, &lease, 0, "as a daemon: how long published KV is kept for a decode worker (default 30s)", "TIME" },
+    PD_DAEMON_OPTIONS,
+    PD_REGISTER_OPTIONS,
     PD_ENGINE_OPTIONS,
     PD_CLI_COMMON
 };
@@ -16,8 +22,34 @@ static int describe(struct pd_err *e)
 {
     struct pd_runtime rt = { 0 };
     int rc = pd_engine_open("prefill", &rt, e);
-    struct pd_register_opts o = { .rt = &rt, .role = "prefill", .max_runs = 4 * rt.max_seqs };
-    rc = rc ? rc : pd_register_print(&o, NULL, e);
+    struct pd_register_opts o = { .rt = &rt, .role = "prefill", .max_runs = 4 * rt.max_seqs, .via = via };
+    rc = rc ? rc : pd_register_print(&o, (const char *const *)pd_daemon_cli.listen, e);
+    pd_runtime_close(&rt);
+    return rc;
+}
+
+static int serve(struct pd_err *e)
+{
+    struct pd_runtime rt = { 0 };
+    struct pd_trace *trace = NULL;
+    struct pd_daemon_opts o = { .role = "prefill" };
+    int64_t max = pd_cli_max_record(e), lease_us = 0;
+    int rc = max < 0 ? e->code : pd_daemon_from_cli(&o, e);
+    if (rc < 0)
+        return rc;
+    if (pd_cli.in || pd_cli.out || pd_cli.format || kv || pd_engine_cli.lines)
+        return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --kv and --lines are for filters (KV goes where each request's route says)");
+    if (lease && (pd_parse_duration(lease, &lease_us, e) < 0 || lease_us < 100000))
+        return pd_fail(e, PD_EUSAGE, "--lease: '%s' is not a time of 100ms or more (example: --lease 30s)", lease);
+    if (via && (rc = pd_via_check(via, e)) < 0)
+        return rc;
+    o.max_record = (size_t)max;
+    if ((rc = pd_engine_open("prefill", &rt, e)) == 0 && (rc = pd_engine_trace("prefill", &rt, &trace, e)) == 0) {
+        struct pd_giver_opts g = { .seed = pd_engine_cli.seed, .lease_us = lease_us, .via = via, .trace = trace,
+                                    .routers = (const char *const *)pd_register_cli.routers };
+        rc = pd_giver_serve(&rt, &g, &o, e);
+    }
+    pd_trace_close(trace);
     pd_runtime_close(&rt);
     return rc;
 }
@@ -37,9 +69,14 @@ static int run(const char **args, int *status, struct pd_err *e)
         return rc;
     if (args[0])
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
-    pd_engine_cli.serving = pd_register_cli.describe;
+    pd_engine_cli.serving = pd_daemon_cli.listen || pd_register_cli.describe;
     if (pd_register_cli.describe)
         return describe(e);
+    if (pd_daemon_cli.listen)
+        return serve(e);
+    if (via || lease || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
+        return pd_fail(e, PD_EUSAGE, "--via, --lease, --register, --metrics, --ready-fd, --max-connections and --insecure are for daemons "
+                                     "(add --listen unix:PATH)");
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
     if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_engine_trace("prefill", &rt, &trace, e)) < 0)

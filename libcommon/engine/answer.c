@@ -50,6 +50,8 @@ static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
     snprintf(res.mode, sizeof res.mode, "%s", r->mode);
     memcpy(res.fingerprint, d->rt->fp.sha, sizeof res.fingerprint);
     bool used = !strcmp(r->mode, "remote");
+    if (r->fallback)
+        res.recomputed_tokens = r->in.n_tokens - r->cached;
     if (r->remote) {
         res.has_gen = true;
         memcpy(res.gen, r->desc.gen, sizeof res.gen);
@@ -62,8 +64,8 @@ static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
     if (c->t_first) {
         res.ttft_ms = (double)(r->before_us + c->t_first - r->in.t_accept) / 1e3;
         res.e2e_ms = (double)(r->before_us + c->t_last - r->in.t_accept) / 1e3;
-        if (n > 1)
-            res.tpot_ms = (res.e2e_ms - res.ttft_ms) / (n - 1);
+        if (n > r->n_resume + 1)
+            res.tpot_ms = (res.e2e_ms - res.ttft_ms) / (n - r->n_resume - 1);
     }
     struct pd_buf b = { 0 };
     struct pd_err e;
@@ -148,6 +150,14 @@ void pd_dc_refuse(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err
     pd_dc_run_free(d, r);
 }
 
+/* The event of its first token was written when that went out; this is all others. */
+static void rest_streamed(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice)
+{
+    uint32_t tokens = (uint32_t)(r->choice[choice].tokens.n / sizeof(int32_t)), from = r->n_resume + 1;
+    if (tokens > from)
+        pd_dc_step_tokens(d, r, PD_ST_STREAMING, choice, from, tokens - from);
+}
+
 void pd_dc_end(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why)
 {
     bool cancelled = why->code == PD_ECANCEL;
@@ -161,9 +171,8 @@ void pd_dc_end(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *w
         return;
     }
     for (int32_t i = 0; i < r->in.req.n; i++) {
-        uint32_t tokens = (uint32_t)(r->choice[i].tokens.n / sizeof(int32_t));
-        if (!r->choice[i].done && tokens > 1)
-            pd_dc_step_tokens(d, r, PD_ST_STREAMING, (uint32_t)i, 1, tokens - 1);
+        if (!r->choice[i].done)
+            rest_streamed(d, r, (uint32_t)i);
     }
     if (!cancelled && !r->told) {
         r->told = true;
@@ -176,12 +185,60 @@ void pd_dc_end(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *w
     pd_dc_run_free(d, r);
 }
 
+static bool is_last(const struct pd_decoder *d, const struct pd_dc_run *r, uint32_t pos, int32_t token)
+{
+    return pd_is_stop_token(d->rt->model->tok, &r->in.req, token) || (int64_t)pos + 1 >= r->in.req.max_tokens ||
+           r->in.n_tokens + pos + 1 >= (uint32_t)d->rt->model->cfg.n_ctx;
+}
+
+/* A token becomes part of its choice and of its text. */
+static int keep(struct pd_decoder *d, struct pd_dc_run *r, struct pd_dc_choice *c, uint32_t pos, const struct pd_sampled *t, struct pd_err *e)
+{
+    const struct pd_tokenizer *tok = d->rt->model->tok;
+    int rc = pd_buf_add(&c->tokens, &t->token, sizeof t->token, e);
+    if (rc == 0 && t->has_logprob)
+        rc = pd_buf_add(&c->logprobs, &t->logprob, sizeof t->logprob, e);
+    if (rc == 0 && !pd_is_stop_token(tok, &r->in.req, t->token))
+        rc = pd_text_add(&c->text, tok, &r->in.req, t->token, (int64_t)pos + 1 >= r->in.req.min_tokens, e);
+    if (rc == 0 && is_last(d, r, pos, t->token) && !c->text.stopped)        /* what was held back belongs to the last token */
+        rc = pd_text_end(&c->text, e);
+    return rc;
+}
+
+int pd_dc_resume(struct pd_decoder *d, struct pd_dc_run *r, const int32_t *tokens, uint32_t n, struct pd_err *e)
+{
+    struct pd_dc_choice *c = r->choice;
+    int32_t vocab = d->rt->model->cfg.n_vocab;
+    if (!n)
+        return 0;
+    if (!(r->resume = pd_arena_dup(&r->in.mem, tokens, n * sizeof *tokens, e)))
+        return PD_ENOMEM;
+    r->n_resume = n;
+    for (uint32_t i = 0; i < n; i++) {
+        struct pd_sampled t = { .token = tokens[i], .has_logprob = r->in.req.logprobs || r->in.req.top_logprobs > 0 };
+        if (t.token < 0 || t.token >= vocab)
+            return pd_fail(e, PD_EFAIL, "route: resume[%u] is %d: the vocabulary has ids 0 to %d", i, t.token, vocab - 1);
+        int rc = keep(d, r, c, i, &t, e);
+        if (rc < 0)
+            return rc;
+        bool last = c->text.stopped || is_last(d, r, i, t.token);
+        if (last && i + 1 < n)
+            return pd_fail(e, PD_EFAIL, "route: resume has %u tokens, and the run ended with the %u.", n, i + 1);
+        if (!last)
+            continue;
+        bool stop = c->text.stopped || pd_is_stop_token(d->rt->model->tok, &r->in.req, t.token);
+        pd_dc_choice_done(d, r, 0, stop ? "stop" : "length");
+        return 1;
+    }
+    c->streamed = c->text.text.n;
+    return 0;
+}
+
 /* One token of a choice reaches the run: kept, turned into text, streamed. True: a stop string ends the choice. */
 bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, uint32_t pos, const struct pd_sampled *t)
 {
     struct pd_dc_choice *c = &r->choice[choice];
     struct pd_err e;
-    const struct pd_tokenizer *tok = d->rt->model->tok;
     c->t_last = pd_mono_us();
     if (!c->t_first) {
         c->t_first = c->t_last;
@@ -192,12 +249,7 @@ bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, u
         r->decoding = true;
         pd_dc_step_tokens(d, r, PD_ST_STREAMING, choice, pos, 1);
     }
-    bool stop_token = pd_is_stop_token(tok, &r->in.req, t->token);
-    if (pd_buf_add(&c->tokens, &t->token, sizeof t->token, &e) < 0 || (t->has_logprob && pd_buf_add(&c->logprobs, &t->logprob, sizeof t->logprob, &e) < 0) ||
-        (!stop_token && pd_text_add(&c->text, tok, &r->in.req, t->token, (int64_t)pos + 1 >= r->in.req.min_tokens, &e) < 0))
-        pd_dc_fatal(d, &e);
-    bool last = stop_token || (int64_t)pos + 1 >= r->in.req.max_tokens || r->in.n_tokens + pos + 1 >= (uint32_t)d->rt->model->cfg.n_ctx;
-    if (last && !c->text.stopped && pd_text_end(&c->text, &e) < 0)      /* what was held back belongs to the last token */
+    if (keep(d, r, c, pos, t, &e) < 0)
         pd_dc_fatal(d, &e);
     if (r->stream && !d->o->text)
         put_token(d, r, choice, pos, t);
@@ -206,11 +258,10 @@ bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, u
 
 void pd_dc_choice_done(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason)
 {
-    uint32_t tokens = (uint32_t)(r->choice[choice].tokens.n / sizeof(int32_t)), all = 0;
+    uint32_t all = 0;
     r->choice[choice].done = true;
     r->n_done++;
-    if (tokens > 1)
-        pd_dc_step_tokens(d, r, PD_ST_STREAMING, choice, 1, tokens - 1);
+    rest_streamed(d, r, choice);
     if (!d->o->text)
         put_result(d, r, choice, reason);
     if (r->n_done < (uint32_t)r->in.req.n)

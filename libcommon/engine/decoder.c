@@ -55,7 +55,7 @@ static void emit(struct pd_decoder *d, struct pd_dc_run *r, struct pd_step s, en
     s.where = r->mode;
     s.gen = known ? r->desc.gen : NULL;
     s.op = r->has_op ? r->op : NULL;
-    s.parent = known ? r->desc.op : NULL;
+    s.parent = known ? r->desc.op : r->has_parent ? r->parent : NULL;
     pd_run_step(d->trace, &s, state, bytes, cause);
 }
 
@@ -135,6 +135,8 @@ void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, u
         j.n_first = r->desc.n_first;
         j.keep_out = !pd_dc_same_field(d, r, "numerics");
     }
+    j.resume = r->resume;
+    j.n_resume = r->n_resume;
     r->submitted = true;        /* its own, or set when its kv came */
     d->n_active++;
     r->begun = r->decoding = blocks != NULL;
@@ -293,11 +295,16 @@ static bool unstick(struct pd_decoder *d, bool may_wait)
     return false;
 }
 
-bool pd_dc_turn(struct pd_decoder *d, bool may_wait)
+bool pd_dc_step_batch(struct pd_decoder *d)
 {
     uint64_t before = pd_batch_stats(d->batch).steps;
     step(d);
-    return pd_batch_stats(d->batch).steps == before && pd_batch_busy(d->batch) && unstick(d, may_wait);
+    return pd_batch_stats(d->batch).steps != before || !pd_batch_busy(d->batch);
+}
+
+bool pd_dc_turn(struct pd_decoder *d, bool may_wait)
+{
+    return !pd_dc_step_batch(d) && unstick(d, may_wait);
 }
 
 int pd_dc_open(struct pd_decoder *d, struct pd_err *e)

@@ -32,6 +32,8 @@ struct pd_dc_run {
     int64_t kv_us, before_us;   /* verify and copy; what passed before the kv record came (the descriptor's stages) */
     struct pd_dc_choice *choice;      /* [req.n], the arena's */
     uint32_t n_done;
+    const int32_t *resume; uint32_t n_resume;   /* tokens that it goes on after (pd_dc_resume); the arena's */
+    uint8_t parent[16]; bool has_parent;        /* the op that caused it, when it came without KV */
     bool stream;                /* token records too */
     struct pd_run *run;         /* while the batch has it */
     void *user;                 /* a daemon's */
@@ -75,6 +77,7 @@ int pd_dc_open(struct pd_decoder *d, struct pd_err *e);
 void pd_dc_close(struct pd_decoder *d);         /* frees all runs */
 /* One step, when the batch is busy. Where nothing can run for want of blocks, somebody gives his up. may_wait: input may end an import; true: wait for it. */
 bool pd_dc_turn(struct pd_decoder *d, bool may_wait);
+bool pd_dc_step_batch(struct pd_decoder *d);    /* one step alone; false: nothing could run for want of blocks */
 void pd_dc_fatal(struct pd_decoder *d, const struct pd_err *e);         /* the command ends with the first of these */
 struct pd_dc_run *pd_dc_run_new(struct pd_decoder *d, struct pd_err *e);        /* at the end of the list */
 void pd_dc_run_free(struct pd_decoder *d, struct pd_dc_run *r);
@@ -98,6 +101,10 @@ void pd_dc_step_tokens(struct pd_decoder *d, struct pd_dc_run *r, enum pd_state_
 void pd_dc_step_end(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_err *why);       /* failed, or cancelled; once */
 
 /* answer.c */
+static inline void pd_dc_set_parent(struct pd_dc_run *r, const uint8_t op[16]) { memcpy(r->parent, op, sizeof r->parent); r->has_parent = true; }
+/* Before submission: the run goes on after these tokens, which its client has; its text is rebuilt, and none of it goes out again. One choice. 1: they were its
+ * last ones, its result is put and it is gone. */
+int pd_dc_resume(struct pd_decoder *d, struct pd_dc_run *r, const int32_t *tokens, uint32_t n, struct pd_err *e);
 int pd_dc_make_choices(struct pd_dc_run *r, const struct pd_tokenizer *tok, struct pd_err *e);
 /* One token of a choice reaches the run: kept, turned into text, streamed. True: a stop string ends the choice. */
 bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, uint32_t pos, const struct pd_sampled *t);

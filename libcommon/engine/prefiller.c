@@ -3,11 +3,8 @@
 #include "../base/log.h"
 #include "../base/seen.h"
 #include "../base/stop.h"
-#include "../kv/handover.h"
 #include "../kv/prefix.h"
-#include "../wire/pack.h"
-#include "../wire/frame.h"
-#include "batch.h"
+#include "describe.h"
 #include "prefiller.h"
 #include "publish.h"
 
@@ -109,63 +106,25 @@ static int describe(struct prefiller *p, struct pf_run *r, struct pd_err *e)
 {
     struct pd_kvdesc *d = &r->desc;
     const struct pd_request *q = &r->in.req;
-    struct pd_runtime *rt = p->rt;
-    memcpy(d->run, q->run, sizeof d->run);
     int rc = pd_gen_new(d->gen, e);
     if (rc < 0)
         return rc;
+    pd_describe(p->rt, &r->in, d);
     pd_op_make(d->op, q->run, "prefill", r->in.tokens, (size_t)r->in.n_tokens * sizeof *r->in.tokens);
-    memcpy(d->fp_sha, rt->fp.sha, sizeof d->fp_sha);
-    d->fp_fields = (struct pd_bin){ rt->fp.map.p, rt->fp.map.n };
-    d->n_tokens = r->in.n_tokens;
-    d->token_ids = r->in.tokens;
-    pd_layout_from_pool(rt->pool, &d->layout);
-    d->request = *q;
-    d->worker = (struct pd_str){ rt->worker, strlen(rt->worker) };
-    d->domain = (struct pd_str){ rt->domain, strlen(rt->domain) };
-    d->epoch = rt->epoch;
     if (!p->dumping && q->max_tokens == 1)
         return 0;       /* ends here: no payload */
-    uint32_t bs = d->layout.block_size, most = p->rt->chunk / bs;
-    if ((rc = pd_plan_make(&d->layout, d->n_tokens, 0, &r->plan, e)) < 0)
+    if ((rc = pd_describe_plan(p->rt, d, &r->plan, e)) < 0)
         return rc;
-    if (most < 1)
-        most = 1;
-    if (most < r->plan.chunk_blocks && (rc = pd_plan_make(&d->layout, d->n_tokens, most, &r->plan, e)) < 0)
-        return rc;      /* a range no longer than a step's tokens, so that layers leave as they are computed */
     strcpy(d->payload.scheme, p->dumping ? "h5" : "inline");
-    strcpy(d->payload.codec, "none");
-    d->payload.bytes = r->plan.bytes;
-    d->payload.chunk_bytes = r->plan.chunk_bytes;
-    d->payload.n_chunks = r->plan.n_chunks;
-    d->payload.chunk_blocks = r->plan.chunk_blocks;
     if (!(r->sent = pd_arena_alloc(&r->in.mem, (size_t)d->layout.layers, sizeof *r->sent, e)))
         return PD_ENOMEM;
     if (p->dumping) {
-        uint32_t full = d->n_tokens / bs;
+        uint32_t bs = d->layout.block_size, full = d->n_tokens / bs;
         if (!(r->hashes = pd_arena_alloc(&r->in.mem, full ? full : 1, 16, e)))
             return PD_ENOMEM;
-        pd_block_hashes(rt->fp.must_seed, d->token_ids, d->n_tokens, bs, q->adapter, q->cache_salt, r->hashes);
+        pd_block_hashes(p->rt->fp.must_seed, d->token_ids, d->n_tokens, bs, q->adapter, q->cache_salt, r->hashes);
     }
     return 0;
-}
-
-/* Can the descriptor be written at all? The request inside it may be nested too deep for one more level, or leave no room: it fails alone, before anything of it is sent. */
-static int check_desc(const struct prefiller *p, const struct pf_run *r, struct pd_err *e)
-{
-    struct pd_buf b = { 0 };
-    struct pd_kvdesc offer = r->desc;
-    const struct pd_request *q = &r->in.req;
-    size_t max = p->o->max_record ? p->o->max_record : PD_MAX_RECORD_DEFAULT, more = 256 + (size_t)q->n * (64 + (size_t)q->top_logprobs * 32);
-    offer.offer = true;
-    int rc = pd_kvdesc_encode(&offer, &b, e);
-    if (rc < 0 && rc != PD_ENOMEM) {
-        e->code = rc = PD_EFAIL;
-        pd_err_prefix(e, "request: its descriptor cannot be written");
-    } else if (rc == 0 && b.n + more > max)
-        rc = pd_fail(e, PD_EFAIL, "request: its descriptor of %zu bytes would be larger than a record of %zu (see --max-record)", b.n + more, max);
-    pd_buf_free(&b);
-    return rc;
 }
 
 static int put_desc(struct prefiller *p, struct pf_run *r, bool offer, struct pd_err *e)
@@ -177,25 +136,6 @@ static int put_desc(struct prefiller *p, struct pf_run *r, bool offer, struct pd
         rc = pd_publish_record(p->pub, &b, e);
     pd_buf_free(&b);
     return rc;
-}
-
-/* Stage durations, in us: from acceptance to the first step, to the first token. */
-static int stage_times(struct pf_run *r, struct pd_err *e)
-{
-    struct pd_run *run = r->run;
-    struct { const char *k; int64_t v; } f[] = {
-        { "accept_us", run->t_submit - r->in.t_accept }, { "queue_us", run->t_start - run->t_submit }, { "prefill_us", run->t_first - run->t_start },
-        { "total_us", run->t_first - r->in.t_accept },
-    };
-    struct pd_packer k;
-    pd_pack_init(&k, &r->t, e);
-    msgpack_pack_map(&k.pk, sizeof f / sizeof *f);
-    for (size_t i = 0; i < sizeof f / sizeof *f; i++) {
-        pd_pack_text(&k, f[i].k);
-        msgpack_pack_int64(&k.pk, f[i].v < 0 ? 0 : f[i].v);
-    }
-    r->desc.t = (struct pd_bin){ r->t.p, r->t.n };
-    return k.rc;
 }
 
 /* --- callbacks of the batch ----------------------------------------------------------------------------------------------------------------------- */
@@ -255,7 +195,7 @@ static void complete(struct prefiller *p, struct pf_run *r)
     r->desc.n_first = (uint32_t)r->in.req.n;
     step_of(p, r, PD_ST_PREFILL_COMPLETED, 0);
     step_of(p, r, PD_ST_KV_PUBLISHED, r->plan.bytes);   /* before the kv leaves: what decode does next comes after it in the log */
-    if ((rc = stage_times(r, &e)) == 0)
+    if ((rc = pd_describe_times(&r->desc, r->run, r->in.t_accept, &r->t, &e)) == 0)
         rc = p->dumping ? pd_publish_dump(p->pub, &r->desc, pd_seq_blocks(&r->run->seq[0]), (const uint8_t (*)[16])r->hashes,
                                           r->desc.n_tokens / r->desc.layout.block_size, &e)
                         : put_desc(p, r, false, &e);
@@ -307,7 +247,7 @@ static void take_request(struct prefiller *p, const struct pd_rec *rec, struct p
         goto refused;
     }
     pd_run_step(p->trace, &(struct pd_step){ .run = r->in.req.run, .where = "remote" }, PD_ST_ACCEPTED, 0, NULL);
-    if ((rc = describe(p, r, e)) < 0 || (rc = check_desc(p, r, e)) < 0)
+    if ((rc = describe(p, r, e)) < 0 || (rc = pd_describe_check(&r->desc, p->o->max_record, e)) < 0)
         goto refused;
     if (!(r->first = pd_arena_alloc(&r->in.mem, (size_t)r->in.req.n, sizeof *r->first, e)))
         goto refused;

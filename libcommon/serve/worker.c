@@ -1,93 +1,59 @@
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../engine/decoding.h"
-#include "../wire/frame.h"
 #include "../wire/value.h"
+#include "desk.h"
 #include "register.h"
+#include "taker.h"
 #include "worker.h"
 
-/* One request in hand. Made by the loop, lent to the compute thread from submission until `over` comes back, freed by the loop. */
-struct run {
-    /* the loop's */
-    struct run *next, **prev;           /* of all, in order of arrival */
-    struct client *client;              /* NULL: gone */
-    char name[PD_RUN_LEN + 1];
-    uint8_t token[16]; bool has_token;  /* cancel_token */
-    struct pd_buf pending; size_t at;   /* records that wait for room */
-    bool over;
-    /* handed in, then the thread's */
-    struct pd_intake in;
-    bool stream;
-    struct run *next_in;
-    _Atomic int cancelled;              /* an enum why, from the loop */
-    /* the thread's */
-    struct pd_buf out;                  /* records of the step at hand */
-    bool ended, touched;
-    struct run *next_touched;
-    /* under the lock */
-    struct pd_buf ready;
-    bool ready_over, lost, queued;      /* lost: records are missing for want of memory */
-    struct run *next_ready;
-    /* taken from there by the loop */
-    struct pd_buf taken;
-    bool taken_over;
-    struct run *next_taken;
-};
-enum why { NOT = 0, CLIENT_GONE, BY_RECORD };
+enum { PREFILL_US = 60000000, STUCK_TURNS = 5 };
 
-struct client { struct pd_conn *c; bool held; struct client *next_held; };
+struct run {
+    struct pd_desk_run d;
+    /* the loop's */
+    struct pd_expect x;
+    struct pd_call c_take, c_end;
+    /* handed to the thread with c_take */
+    struct pd_kv_in kv; bool has_kv;
+    char *fallback;
+    const char *mode;
+    /* the thread's */
+    struct pd_dc_run *dr;
+    _Atomic bool at_batch;      /* the thread has it, or had */
+    struct worker *w;
+};
 
 struct worker {
     struct pd_runtime *rt;
     struct pd_worker_opts o;
     struct pd_daemon *d;
-    struct pd_loop *l;
+    struct pd_desk *desk;
+    struct pd_taker *taker;
     struct pd_register *reg;
-    /* the loop's */
-    struct run *runs, **last;
-    uint32_t n_runs, max_runs;
-    struct client *held, **last_held;   /* who wait to be read again */
-    struct pd_seen seen;                /* run ids: one that comes again is a replay */
-    struct pd_post post;
-    /* under the lock */
-    pthread_mutex_t lock;
-    pthread_cond_t more;
-    struct run *in, **last_in;
-    struct run *ready, **last_ready;
-    bool posted, stop, look;            /* look: some run was cancelled */
+    struct pd_post stuck;
+    struct pd_call c_stuck;
+    _Atomic bool is_stuck;
     /* the thread's */
-    pthread_t thread;
     struct pd_decoder dc;
     struct pd_decode_opts dco;
-    struct run *touched;
-    /* counted by both */
-    struct pd_metric *m_runs, *m_queue, *m_seqs, *m_blocks[3], *m_rows[3], *m_steps, *m_preempted, *m_ends[4], *m_ttft, *m_tokens;
+    int stuck_turns;
     _Atomic uint64_t prompt_left, kv_tokens;    /* of the batch, and how many sequences are without KV, after the last step */
     _Atomic uint32_t waiting;
+    /* counted by both */
+    struct pd_metric *m_seqs, *m_blocks[3], *m_rows[3], *m_steps, *m_preempted, *m_ends[4], *m_ttft, *m_tokens, *m_modes[3];
 };
 
 /* ---- the compute thread ---- */
 
-static void touch(struct worker *w, struct run *r)
-{
-    if (r->touched)
-        return;
-    r->touched = true;
-    r->next_touched = w->touched;
-    w->touched = r;
-}
-
 static void on_put(void *ctx, struct pd_dc_run *dr, const uint8_t *p, size_t n)
 {
+    struct worker *w = ctx;
     struct run *r = dr->user;
-    if (!r)
-        return;
-    if (pd_buf_add(&r->out, p, n, NULL) < 0)
-        r->lost = true;         /* read by the loop only after the hand-over */
-    touch(ctx, r);
+    if (r)
+        pd_desk_add(w->desk, &r->d, p, n);
 }
 
 static void on_over(void *ctx, struct pd_dc_run *dr)
@@ -96,54 +62,116 @@ static void on_over(void *ctx, struct pd_dc_run *dr)
     struct run *r = dr->user;
     if (!r)
         return;
-    r->ended = true;
-    touch(w, r);
     for (int32_t i = 0; dr->choice && i < dr->in.req.n; i++) {
         if (dr->choice[i].t_first)
             pd_metric_observe(w->m_ttft, dr->choice[i].t_first - dr->in.t_accept);
-        pd_metric_add(w->m_tokens, (int64_t)(dr->choice[i].tokens.n / sizeof(int32_t)));
+        pd_metric_add(w->m_tokens, (int64_t)(dr->choice[i].tokens.n / sizeof(int32_t)) - dr->n_resume);
     }
-    enum why why = atomic_load(&r->cancelled);
+    enum pd_why why = (enum pd_why)atomic_load(&r->d.cancelled);
     pd_metric_add(w->m_ends[why ? 2 : dr->told || dr->n_done < (uint32_t)dr->in.req.n ? 1 : 0], 1);
+    pd_metric_add(w->m_modes[dr->mode[0] == 'r' ? 0 : dr->mode[0] == 'l' ? 1 : 2], 1);
     dr->user = NULL;
+    r->dr = NULL;
+    pd_desk_over(w->desk, &r->d);
+}
+
+/* Is what came the KV of just this prompt? */
+static int check_kv(const struct worker *w, const struct pd_dc_run *dr, const struct pd_kvdesc *d, struct pd_err *e)
+{
+    if (d->n_tokens != dr->in.n_tokens || memcmp(d->token_ids, dr->in.tokens, (size_t)d->n_tokens * sizeof *d->token_ids))
+        return pd_fail(e, PD_ECORRUPT, "its KV is of other tokens (%u) than the request's (%u)", d->n_tokens, dr->in.n_tokens);
+    if (d->n_first != (uint32_t)dr->in.req.n)
+        return pd_fail(e, PD_ECORRUPT, "its kv carries %u first tokens for %d choices", d->n_first, dr->in.req.n);
+    for (uint32_t i = 0; i < d->n_first; i++)
+        if (d->first[i].token < 0 || d->first[i].token >= w->rt->model->cfg.n_vocab)
+            return pd_fail(e, PD_ECORRUPT, "its first token %d is outside the vocabulary of %d", d->first[i].token, w->rt->model->cfg.n_vocab);
+    return 0;
+}
+
+static int say_fallback(struct pd_dc_run *dr, const char *kind, const char *words, struct pd_err *e)
+{
+    size_t n = strlen(kind) + strlen(words) + 3;
+    dr->mode = "local";
+    if (!(dr->fallback = pd_arena_alloc(&dr->in.mem, n, 1, e)))
+        return PD_ENOMEM;
+    snprintf(dr->fallback, n, "%s%s%s", kind, *words ? ": " : "", words);
+    return 0;
+}
+
+static void end_cancelled(struct worker *w, struct run *r)
+{
+    struct pd_err why;
+    pd_fail(&why, PD_ECANCEL, "%s", pd_why_text((enum pd_why)atomic_load(&r->d.cancelled)));
+    pd_dc_end(&w->dc, r->dr, &why);
+}
+
+static void submit(struct worker *w, struct run *r, struct pd_dc_run *dr)
+{
+    struct pd_err e;
+    int rc = pd_intake_tokens(w->rt, &dr->in, &e);
+    rc = rc ? rc : pd_dc_make_choices(dr, w->rt->model->tok, &e);
+    rc = rc < 0 || !r->fallback ? rc : say_fallback(dr, r->fallback, "", &e);
+    if (rc == 0 && r->has_kv && check_kv(w, dr, &r->kv.desc, &e) < 0) {
+        pd_warn("run %s: %s; recomputing %u tokens locally", r->d.name, e.msg, dr->in.n_tokens);
+        struct pd_err why = e;
+        pd_kv_in_free(w->rt->pool, &r->kv);
+        r->has_kv = false;
+        if ((rc = say_fallback(dr, "integrity", why.msg, &e)) == 0)
+            pd_dc_step(&w->dc, dr, PD_ST_FALLBACK, 0, dr->fallback);
+    }
+    if (rc == 0 && r->d.route.has_resume && (rc = pd_dc_resume(&w->dc, dr, r->d.route.resume, r->d.route.n_resume, &e)) == 1)
+        return;                 /* they were its last ones */
+    if (rc < 0) {
+        pd_dc_refuse(&w->dc, dr, &e);
+        return;
+    }
+    if (atomic_load(&r->d.cancelled)) {
+        end_cancelled(w, r);
+        return;
+    }
+    uint32_t *blocks = NULL, n = 0;
+    if (r->has_kv) {
+        dr->desc = r->kv.desc;
+        dr->remote = dr->submitted = true;
+        dr->mode = "remote";
+        dr->kv_bytes = r->kv.bytes;
+        dr->kv_us = r->kv.us;
+        blocks = r->kv.blocks;
+        n = r->kv.n_blocks;
+        r->kv.n_blocks = 0;     /* their references go to the batch */
+    }
+    pd_dc_submit(&w->dc, dr, blocks, n);
 }
 
 /* A request from the loop becomes a run of the batch. */
-static void take(struct worker *w, struct run *r)
+static void take(void *ctx)
 {
+    struct run *r = ctx;
+    struct worker *w = r->w;
     struct pd_err e;
     struct pd_dc_run *dr = pd_dc_run_new(&w->dc, &e);
+    atomic_store(&r->at_batch, true);
     if (!dr) {                  /* not even a refusal: the client is closed */
-        r->lost = r->ended = true;
-        touch(w, r);
-        pd_intake_free(&r->in);
+        r->d.lost = true;
+        pd_desk_over(w->desk, &r->d);
         return;
     }
-    dr->in = r->in;
-    r->in = (struct pd_intake){ 0 };
+    dr->in = r->d.in;
+    r->d.in = (struct pd_intake){ 0 };
     dr->user = r;
-    dr->stream = r->stream;
-    int rc = pd_intake_tokens(w->rt, &dr->in, &e);
-    if (rc == 0)
-        rc = pd_dc_make_choices(dr, w->rt->model->tok, &e);
-    if (rc < 0)
-        pd_dc_refuse(&w->dc, dr, &e);
-    else
-        pd_dc_submit(&w->dc, dr, NULL, 0);
+    dr->stream = r->d.stream;
+    dr->mode = r->mode;
+    r->dr = dr;
+    if (r->d.routed)
+        pd_dc_set_parent(dr, r->d.route.op);
+    submit(w, r, dr);
 }
 
-static void end_cancelled(struct worker *w)
+static void end_run(void *ctx)
 {
-    static const char *const cause[] = { "", "the client is gone", "cancelled by its client" };
-    struct pd_err why;
-    for (struct pd_dc_run *dr = w->dc.head, *next; dr; dr = next) {
-        next = dr->next;
-        int c = dr->user ? atomic_load(&((struct run *)dr->user)->cancelled) : NOT;
-        if (!c)
-            continue;
-        pd_fail(&why, PD_ECANCEL, "%s", cause[c]);
-        pd_dc_end(&w->dc, dr, &why);
-    }
+    struct run *r = ctx;
+    if (r->dr)
+        end_cancelled(r->w, r);
 }
 
 /* Memory ran out somewhere in the middle: which run lacks what is not known, so all in hand fail, and the process goes on. */
@@ -157,43 +185,11 @@ static void end_all(struct worker *w)
         pd_dc_end(&w->dc, w->dc.head, &why);
 }
 
-/* What the last step brought goes to the loop, in one piece. */
-static void hand_over(struct worker *w)
+static void tell_load(void *ctx)
 {
-    bool post = false;
-    if (!w->touched)
-        return;
-    pthread_mutex_lock(&w->lock);
-    for (struct run *r = w->touched, *next; r; r = next) {
-        next = r->next_touched;
-        r->touched = false;
-        if (!r->ready.n) {
-            struct pd_buf empty = r->ready;
-            r->ready = r->out;
-            r->out = empty;
-            r->out.n = 0;
-        } else {
-            r->lost |= pd_buf_add(&r->ready, r->out.p, r->out.n, NULL) < 0;
-            r->out.n = 0;
-        }
-        r->ready_over |= r->ended;
-        if (!r->queued) {
-            r->queued = true;
-            r->next_ready = NULL;
-            *w->last_ready = r;
-            w->last_ready = &r->next_ready;
-        }
-    }
-    post = !w->posted;
-    w->posted = true;
-    pthread_mutex_unlock(&w->lock);
-    w->touched = NULL;
-    if (post)
-        pd_loop_post(w->l, &w->post);
-}
-
-static void tell_load(struct worker *w)
-{
+    struct worker *w = ctx;
+    if (w->dc.fatal.code)
+        end_all(w);
     struct pd_batch_stats b = pd_batch_stats(w->dc.batch);
     struct pd_pool_stats p = pd_pool_stats(w->rt->pool);
     atomic_store(&w->prompt_left, b.prompt_left);
@@ -210,380 +206,299 @@ static void tell_load(struct worker *w)
     pd_metric_set(w->m_rows[2], (int64_t)b.cached_rows);
 }
 
-static void *compute(void *arg)
+static bool is_busy(void *ctx) { return pd_batch_busy(((struct worker *)ctx)->dc.batch); }
+
+/* One step. Where nothing can run for want of blocks, KV that is on its way holds them: it comes soon, or gives them up. */
+static bool turn(void *ctx)
 {
-    struct worker *w = arg;
-    for (bool stop = false; !stop;) {
-        pthread_mutex_lock(&w->lock);
-        while (!w->in && !w->stop && !w->look && !pd_batch_busy(w->dc.batch))
-            pthread_cond_wait(&w->more, &w->lock);
-        struct run *in = w->in, *next;
-        bool look = w->look;
-        stop = w->stop;
-        w->in = NULL;
-        w->last_in = &w->in;
-        w->look = false;
-        pthread_mutex_unlock(&w->lock);
-        for (; in; in = next) {
-            next = in->next_in;
-            take(w, in);
-            look |= atomic_load(&in->cancelled) != NOT;
-        }
-        if (look)
-            end_cancelled(w);
-        if (!stop && pd_batch_busy(w->dc.batch))
-            pd_dc_turn(&w->dc, false);
-        if (w->dc.fatal.code)
-            end_all(w);
-        tell_load(w);
-        hand_over(w);
+    struct worker *w = ctx;
+    if (pd_dc_step_batch(&w->dc)) {
+        w->stuck_turns = 0;
+        return true;
     }
-    return NULL;
+    if (++w->stuck_turns >= STUCK_TURNS && !atomic_exchange(&w->is_stuck, true))
+        pd_loop_post(pd_daemon_loop(w->d), &w->stuck);
+    return false;
+}
+
+static void fail_oldest(void *ctx)
+{
+    struct worker *w = ctx;
+    if (w->stuck_turns >= STUCK_TURNS)
+        pd_batch_fail_oldest(w->dc.batch);      /* it has outgrown the pool */
+    w->stuck_turns = 0;
 }
 
 /* ---- the loop: runs ---- */
 
-static void wake(struct worker *w)
-{
-    pthread_cond_signal(&w->more);
-}
-
-static void run_free(struct run *r)
-{
-    pd_intake_free(&r->in);
-    pd_buf_free(&r->pending);
-    pd_buf_free(&r->out);
-    pd_buf_free(&r->ready);
-    pd_buf_free(&r->taken);
-    pd_free(r);
-}
-
-static void let_read(struct worker *w)
-{
-    while (w->n_runs < w->max_runs && w->held) {
-        struct client *k = w->held;
-        if (!(w->held = k->next_held))
-            w->last_held = &w->held;
-        k->held = false;
-        pd_conn_unhold(k->c);
-    }
-}
-
-/* The run is over and all of it was put. */
-static void forget(struct worker *w, struct run *r)
-{
-    struct client *k = r->client;
-    *r->prev = r->next;
-    if (r->next)
-        r->next->prev = r->prev;
-    else
-        w->last = r->prev;
-    w->n_runs--;
-    pd_metric_set(w->m_runs, w->n_runs);
-    run_free(r);
-    if (k)
-        pd_conn_owe(k->c, -1);
-    let_read(w);
-    pd_daemon_poke(w->d);
-}
-
-/* Put what there is room for. */
-static void send_pending(struct run *r)
-{
-    struct pd_err e;
-    while (r->at < r->pending.n && r->client && !pd_conn_full(r->client->c)) {
-        struct pd_frame_scan scan = { 0 };
-        size_t len = 0;
-        int rc = pd_frame_next(&scan, r->pending.p + r->at, r->pending.n - r->at, SIZE_MAX / 2, &len, &e);
-        if (rc == 1) {
-            rc = pd_conn_put(r->client->c, r->pending.p + r->at, len, &e);
-            if (rc == PD_EFAIL)
-                pd_conn_put_error(r->client->c, r->name, &e, "abort");
-            r->at += len;
-        }
-        if (rc == PD_ECANCEL || rc == PD_ENOMEM || !len)        /* nobody to tell; `gone` follows */
-            r->at = r->pending.n;
-    }
-    if (!r->client)
-        r->at = r->pending.n;
-    if (r->at == r->pending.n)
-        r->at = r->pending.n = 0;
-}
-
-static void deliver(void *ctx)
+static void on_stuck(void *ctx)
 {
     struct worker *w = ctx;
-    pthread_mutex_lock(&w->lock);
-    struct run *list = w->ready, *next;
-    w->ready = NULL;
-    w->last_ready = &w->ready;
-    w->posted = false;
-    for (struct run *r = list; r; r = r->next_ready) {
-        struct pd_buf t = r->taken;
-        r->taken = r->ready;
-        t.n = 0;
-        r->ready = t;
-        r->taken_over |= r->ready_over;
-        r->queued = false;      /* from here on the thread may queue it again */
-        r->next_taken = r->next_ready;
-    }
-    pthread_mutex_unlock(&w->lock);
-    for (struct run *r = list; r; r = next) {
-        next = r->next_taken;
-        struct pd_err e;
-        bool lost = false;
-        if (r->client && r->taken.n)
-            lost = pd_buf_add(&r->pending, r->taken.p, r->taken.n, &e) < 0;
-        r->taken.n = 0;
-        r->over |= r->taken_over;
-        if (r->client && (lost || (r->over && r->lost))) {
-            pd_fail(&e, PD_ENOMEM, "run %s: out of memory for its records", r->name);
-            pd_conn_close(r->client->c, &e);
-        }
-        send_pending(r);
-        if (r->over && !r->pending.n)
-            forget(w, r);
-    }
+    atomic_store(&w->is_stuck, false);
+    if (!pd_taker_give_up_one(w->taker))
+        pd_desk_call(w->desk, &w->c_stuck, fail_oldest, w);
 }
 
-/* ---- the loop: clients ---- */
-
-static int on_opened(void *ctx, struct pd_conn *c, struct pd_err *e)
+static void begin(struct worker *w, struct run *r, const char *mode)
 {
-    struct client *k = pd_calloc(1, sizeof *k, "a client", e);
-    (void)ctx;
-    if (!k)
-        return PD_ENOMEM;
-    k->c = c;
-    pd_conn_set(c, k);
+    r->mode = mode;
+    pd_desk_call(w->desk, &r->c_take, take, r);
+}
+
+static void step_of(struct worker *w, const struct run *r, enum pd_state_id state, uint64_t bytes, const char *cause, const uint8_t *gen)
+{
+    struct pd_step s = { .run = r->d.name, .where = r->mode, .gen = gen, .parent = r->d.routed ? r->d.route.op : NULL };
+    pd_run_step(w->o.trace, &s, state, bytes, cause);
+}
+
+static struct run *run_of(struct pd_expect *x) { return (struct run *)((char *)x - offsetof(struct run, x)); }
+
+static void keep_text(struct run *r, const char *p, size_t n)
+{
+    pd_free(r->fallback);
+    r->fallback = pd_strndup(p, n, NULL);
+}
+
+/* The KV will not come. */
+static void on_failed(void *ctx, struct pd_expect *x, const char *kind, const struct pd_err *why)
+{
+    struct worker *w = ctx;
+    struct run *r = run_of(x);
+    char text[600];
+    snprintf(text, sizeof text, "%s: %s", kind, why->msg);
+    pd_warn("run %s: %s; computing it here", r->d.name, text);
+    keep_text(r, text, strlen(text));
+    step_of(w, r, PD_ST_FALLBACK, 0, text, NULL);
+    begin(w, r, "local");
+}
+
+static void on_transfer(void *ctx, struct pd_expect *x, const struct pd_kvdesc *offer)
+{
+    step_of(ctx, run_of(x), PD_ST_KV_TRANSFER_STARTED, 0, NULL, offer->gen);
+}
+
+static void on_taken(void *ctx, struct pd_expect *x, struct pd_kv_in *kv)
+{
+    struct worker *w = ctx;
+    struct run *r = run_of(x);
+    r->kv = *kv;
+    r->has_kv = true;
+    step_of(w, r, PD_ST_KV_TRANSFER_COMPLETED, kv->bytes, NULL, kv->desc.gen);
+    begin(w, r, "remote");
+}
+
+static bool is_known(void *ctx, const char *run) { return pd_desk_find(((struct worker *)ctx)->desk, run, PD_RUN_LEN) != NULL; }
+static uint32_t reserve(void *ctx) { return (uint32_t)pd_metric_value(((struct worker *)ctx)->m_seqs); }
+
+static int64_t timeout_us(const struct pd_request *q, const char *stage, int64_t otherwise)
+{
+    struct pd_bin v;
+    int64_t ms;
+    if (!q->timeouts_ms.p || pd_map_find(q->timeouts_ms.p, q->timeouts_ms.n, stage, &v) != 1 || !pd_get_int(v, &ms) || ms < 0 || ms > 86400000)
+        return otherwise;
+    return ms * 1000;
+}
+
+static int check_route(const struct pd_desk_run *d, struct pd_err *e)
+{
+    const struct pd_routing *t = &d->route;
+    bool remote = !strcmp(t->mode, "remote");
+    if (t->has_resume && remote)
+        return pd_fail(e, PD_EFAIL, "route: resume goes with mode local or aggregated, not remote");
+    if (t->has_resume && d->in.req.n != 1)
+        return pd_fail(e, PD_EFAIL, "route: resume of a request with n %d: one choice can be resumed", d->in.req.n);
     return 0;
 }
 
-/* Refused before it became a run: its error and its results. */
-static void refuse(struct worker *w, struct pd_conn *c, const struct pd_request *q, const struct pd_err *why)
+static int admit(void *ctx, struct pd_desk_run *d, struct pd_err *e)
 {
-    struct pd_buf b = { 0 };
+    struct worker *w = ctx;
+    struct run *r = (struct run *)d;
+    bool remote = d->routed && !strcmp(d->route.mode, "remote"), local = d->routed && !strcmp(d->route.mode, "local");
+    int rc = d->routed ? check_route(d, e) : 0;
+    if (rc < 0)
+        return rc;
+    r->w = w;
+    r->mode = remote ? "remote" : local ? "local" : "aggregated";
+    if (d->routed && d->route.fallback.p)
+        keep_text(r, d->route.fallback.p, d->route.fallback.n);
+    step_of(w, r, PD_ST_ACCEPTED, 0, NULL, NULL);
+    if (!remote) {
+        begin(w, r, r->mode);
+        return 0;
+    }
+    memcpy(r->x.op, d->route.op, sizeof r->x.op);
+    r->x.give_up = pd_mono_us() + timeout_us(&d->in.req, "prefill", PREFILL_US);
+    r->x.transfer_us = timeout_us(&d->in.req, "transfer", 0);
+    return pd_taker_expect(w->taker, &r->x, d->name, e);
+}
+
+static void again(void *ctx, struct pd_desk_run *d, struct pd_client *from, struct pd_intake *in, const struct pd_routing *route)
+{
+    struct worker *w = ctx;
+    struct run *r = (struct run *)d;
+    struct pd_err e;
+    if (d->client != from) {
+        pd_fail(&e, PD_EFAIL, "request: run %s is in hand here for another connection", d->name);
+        pd_desk_refuse(w->desk, from, &in->req, &e, "reroute");
+        return;
+    }
+    if (!r->x.expected)
+        return;                 /* it is being computed, or decoded */
+    if (strcmp(route->mode, "remote")) {
+        pd_taker_forget(w->taker, &r->x, "the router says local");
+        if (route->fallback.p)
+            keep_text(r, route->fallback.p, route->fallback.n);
+        begin(w, r, !strcmp(route->mode, "local") ? "local" : "aggregated");
+        return;
+    }
+    if (memcmp(route->op, r->x.op, sizeof r->x.op)) {
+        pd_taker_forget(w->taker, &r->x, "the router names another op");
+        memcpy(r->x.op, route->op, sizeof r->x.op);
+        memcpy(d->route.op, route->op, sizeof d->route.op);
+    }
+    r->x.give_up = pd_mono_us() + timeout_us(&in->req, "prefill", PREFILL_US);
+    if (!r->x.expected && pd_taker_expect(w->taker, &r->x, d->name, &e) < 0)
+        begin(w, r, "local");
+    pd_taker_room(w->taker);
+}
+
+static void on_cancel_run(void *ctx, struct pd_desk_run *d)
+{
+    struct worker *w = ctx;
+    struct run *r = (struct run *)d;
+    if (r->x.expected) {
+        pd_taker_forget(w->taker, &r->x, pd_why_text((enum pd_why)atomic_load(&d->cancelled)));
+        begin(w, r, r->mode);   /* to its end */
+    } else
+        pd_desk_call(w->desk, &r->c_end, end_run, r);
+}
+
+static void on_freed(void *ctx, struct pd_desk_run *d)
+{
+    struct worker *w = ctx;
+    struct run *r = (struct run *)d;
+    if (w->taker)
+        pd_taker_forget(w->taker, &r->x, "the run is over");
+    pd_kv_in_free(w->rt->pool, &r->kv);
+    pd_free(r->fallback);
+}
+
+static void on_news(void *ctx, struct pd_desk_run *d)
+{
+    if (d->over)
+        pd_taker_room(((struct worker *)ctx)->taker);
+}
+
+static void refuse(void *ctx, const struct pd_request *q, const struct pd_err *why, const char *action, struct pd_buf *b)
+{
+    struct worker *w = ctx;
     struct pd_err e;
     struct pd_result as = { .mode = "aggregated", .decode_worker = { w->rt->worker, strlen(w->rt->worker) } };
     pd_refusal_log(q, why);
     pd_metric_add(w->m_ends[3], 1);
-    if (pd_refusal_encode(q, why, "abort", &as, &b, &e) < 0)
-        pd_conn_close(c, &e);
-    for (size_t at = 0, len = 0; at < b.n; at += len) {
-        struct pd_frame_scan scan = { 0 };
-        if (pd_frame_next(&scan, b.p + at, b.n - at, SIZE_MAX / 2, &len, &e) != 1 || pd_conn_put(c, b.p + at, len, &e) < 0)
-            break;
-    }
-    pd_buf_free(&b);
+    pd_refusal_encode(q, why, action, &as, b, &e);
 }
-
-static struct run *find(struct worker *w, const char *name, size_t n)
-{
-    for (struct run *r = w->runs; r; r = r->next)
-        if (n == PD_RUN_LEN && !memcmp(r->name, name, n))
-            return r;
-    return NULL;
-}
-
-static void on_record(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
-{
-    struct worker *w = ctx;
-    struct client *k = pd_conn_get(c);
-    struct pd_err e;
-    struct pd_bin v;
-    if (rec->kind != PD_K_REQUEST) {
-        struct pd_str kind = pd_rec_kind(rec);
-        pd_fail(&e, PD_EFAIL, "a record of kind '%.*s' is not served here; requests are", (int)(kind.n < 40 ? kind.n : 40), kind.p);
-        pd_conn_put_error(c, NULL, &e, "abort");
-        return;
-    }
-    struct run *r = pd_calloc(1, sizeof *r, "a run", &e);
-    if (!r) {
-        pd_conn_close(c, &e);
-        return;
-    }
-    int rc = pd_intake_read(rec->p, rec->n, w->o.seed, &r->in, &e);
-    if (rc == 0 && (rc = pd_seen_add(&w->seen, r->in.req.run, PD_RUN_LEN, &e)) == 1) {
-        rc = pd_fail(&e, PD_EFAIL, "request: run %s came already here (leave run out: one is made)", r->in.req.run);
-        pd_run_new(r->in.req.run, NULL);        /* the answer to the other keeps the name */
-    }
-    if (rc < 0) {
-        refuse(w, c, &r->in.req, &e);
-        run_free(r);
-        return;
-    }
-    memcpy(r->name, r->in.req.run, sizeof r->name);
-    r->has_token = r->in.req.cancel_token.n == sizeof r->token;
-    if (r->has_token)
-        memcpy(r->token, r->in.req.cancel_token.p, sizeof r->token);
-    r->stream = w->o.stream;
-    if (pd_map_find(rec->p, rec->n, "stream", &v) == 1)
-        pd_get_bool(v, &r->stream);
-    r->client = k;
-    r->prev = w->last;
-    *w->last = r;
-    w->last = &r->next;
-    w->n_runs++;
-    pd_metric_set(w->m_runs, w->n_runs);
-    pd_conn_owe(c, 1);
-    pd_run_step(w->o.trace, &(struct pd_step){ .run = r->name, .where = "aggregated" }, PD_ST_ACCEPTED, 0, NULL);
-    pthread_mutex_lock(&w->lock);
-    *w->last_in = r;
-    w->last_in = &r->next_in;
-    pthread_mutex_unlock(&w->lock);
-    wake(w);
-    if (w->n_runs >= w->max_runs) {
-        k->held = true;
-        k->next_held = NULL;
-        *w->last_held = k;
-        w->last_held = &k->next_held;
-        pd_conn_hold(c);
-    }
-}
-
-static void on_bad(void *ctx, struct pd_conn *c, const struct pd_err *why)
-{
-    struct pd_request q = { .n = 1 };
-    pd_run_new(q.run, NULL);
-    refuse(ctx, c, &q, why);
-}
-
-static void on_room(void *ctx, struct pd_conn *c)
-{
-    struct worker *w = ctx;
-    for (struct run *r = w->runs, *next; r && !pd_conn_full(c); r = next) {
-        next = r->next;
-        if (!r->client || r->client->c != c || !r->pending.n)
-            continue;
-        send_pending(r);
-        if (r->over && !r->pending.n)
-            forget(w, r);
-    }
-}
-
-static void cancel(struct worker *w, struct run *r, enum why why)
-{
-    int was = NOT;
-    if (!atomic_compare_exchange_strong(&r->cancelled, &was, why))
-        return;
-    pthread_mutex_lock(&w->lock);
-    w->look = true;
-    pthread_mutex_unlock(&w->lock);
-    wake(w);
-}
-
-static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
-{
-    struct worker *w = ctx;
-    struct client *k = pd_conn_get(c);
-    (void)why;
-    for (struct client **q = &w->held; *q; q = &(*q)->next_held)
-        if (*q == k) {
-            *q = k->next_held;
-            if (!*q)
-                w->last_held = q;
-            break;
-        }
-    for (struct run *r = w->runs, *next; r; r = next) {
-        next = r->next;
-        if (r->client != k)
-            continue;
-        r->client = NULL;
-        r->pending.n = r->at = 0;
-        if (r->over)
-            forget(w, r);
-        else
-            cancel(w, r, CLIENT_GONE);
-    }
-    pd_free(k);
-}
-
-static const struct pd_conn_cb client_cb = { .opened = on_opened, .record = on_record, .bad = on_bad, .room = on_room, .gone = on_gone };
 
 /* ---- hooks ---- */
 
-static bool is_busy(void *ctx) { return ((struct worker *)ctx)->n_runs > 0; }
+static bool daemon_busy(void *ctx) { return pd_desk_runs(((struct worker *)ctx)->desk) > 0; }
 
 static int on_cancel(void *ctx, const struct pd_rec *rec, const char **state, struct pd_err *e)
 {
-    struct worker *w = ctx;
-    struct pd_bin v, token;
-    struct pd_str name;
-    struct run *r;
-    if (pd_map_find(rec->p, rec->n, "run", &v) != 1 || !pd_get_str(v, &name))
-        return pd_fail(e, PD_EFAIL, "cancel: run is missing");
-    if (pd_map_find(rec->p, rec->n, "cancel_token", &v) != 1 || !pd_get_bin(v, &token) || token.n != sizeof r->token)
-        return pd_fail(e, PD_EFAIL, "cancel: cancel_token (16 bytes, as the request gave it) is missing");
-    if (!(r = find(w, name.p, name.n)))
-        return 0;               /* "unknown": it is over, or never was */
-    unsigned differ = !r->has_token;
-    for (size_t i = 0; i < sizeof r->token; i++)        /* in the same time whatever differs */
-        differ |= (unsigned)(r->token[i] ^ token.p[i]);
-    if (differ)
-        return pd_fail(e, PD_EFAIL, "cancel: the token is not that of run %s", r->name);
-    cancel(w, r, BY_RECORD);
-    *state = "cancelled";
-    return 0;
+    return pd_desk_on_cancel(((struct worker *)ctx)->desk, rec, state, e);
 }
 
 static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t value), void *to)
 {
     struct worker *w = ctx;
-    put(to, "runs", w->n_runs);
-    put(to, "runs_most", w->max_runs);
+    struct pd_taker_counts n = pd_taker_counts(w->taker);
+    struct pd_pool_stats p = pd_pool_stats(w->rt->pool);
+    put(to, "runs", pd_desk_runs(w->desk));
+    put(to, "runs_most", pd_desk_max(w->desk));
     put(to, "sequences", pd_metric_value(w->m_seqs));
-    put(to, "blocks_used", pd_metric_value(w->m_blocks[0]));
-    put(to, "blocks_free", pd_metric_value(w->m_blocks[1]));
-    put(to, "blocks_cached", pd_metric_value(w->m_blocks[2]));
+    put(to, "blocks_used", p.used);
+    put(to, "blocks_free", (int64_t)p.max - p.used - p.cached);
+    put(to, "blocks_cached", p.cached);
     put(to, "rows_cached", pd_metric_value(w->m_rows[2]));
+    put(to, "blocks_borrowed", p.borrowed);
     put(to, "steps", pd_metric_value(w->m_steps));
     put(to, "tokens", pd_metric_value(w->m_tokens));
     put(to, "preemptions", pd_metric_value(w->m_preempted));
     put(to, "completed", pd_metric_value(w->m_ends[0]));
     put(to, "failed", pd_metric_value(w->m_ends[1]) + pd_metric_value(w->m_ends[3]));
     put(to, "cancelled", pd_metric_value(w->m_ends[2]));
+    put(to, "remote", pd_metric_value(w->m_modes[0]));
+    put(to, "local", pd_metric_value(w->m_modes[1]));
+    put(to, "aggregated", pd_metric_value(w->m_modes[2]));
+    put(to, "links", n.links);
+    put(to, "expected", n.expected);
+    put(to, "offers_early", n.early);
+    put(to, "moves_waiting", n.waiting);
+    put(to, "moves", n.moving);
+    put(to, "taken_inline", (int64_t)n.taken[0]);
+    put(to, "taken_shm", (int64_t)n.taken[1]);
+    put(to, "taken_bytes", (int64_t)n.bytes);
+    put(to, "not_taken", (int64_t)n.failed);
 }
 
 /* What a heartbeat says. Prompts that have not reached the batch count by the ids that they brought: the others are not tokenised yet. */
 static void load(void *ctx, struct pd_load *l)
 {
     struct worker *w = ctx;
-    *l = (struct pd_load){ .runs = w->n_runs, .seqs = (uint32_t)pd_metric_value(w->m_seqs), .waiting = atomic_load(&w->waiting),
-                           .blocks_used = (uint32_t)pd_metric_value(w->m_blocks[0]), .prefill_tokens_ahead = atomic_load(&w->prompt_left), .kv_tokens = atomic_load(&w->kv_tokens) };
-    pthread_mutex_lock(&w->lock);
-    for (struct run *r = w->in; r; r = r->next_in) {
-        l->waiting++;
-        l->prefill_tokens_ahead += r->in.req.n_token_ids;
-    }
-    pthread_mutex_unlock(&w->lock);
+    *l = (struct pd_load){ .runs = pd_desk_runs(w->desk), .seqs = (uint32_t)pd_metric_value(w->m_seqs), .waiting = atomic_load(&w->waiting),
+                           .blocks_used = pd_pool_stats(w->rt->pool).used, .prefill_tokens_ahead = atomic_load(&w->prompt_left),
+                           .kv_tokens = atomic_load(&w->kv_tokens) };
+    for (struct run *r = (void *)pd_desk_first(w->desk); r; r = (void *)r->d.node.next)
+        if (!atomic_load(&r->at_batch)) {
+            l->waiting++;
+            if (!r->x.expected && !r->has_kv)
+                l->prefill_tokens_ahead += r->d.in.req.n_token_ids;
+        }
 }
 
 static void on_beat(void *ctx) { pd_register_beat(((struct worker *)ctx)->reg); }
-static int on_follow(void *ctx, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e) { return pd_register_follow(((struct worker *)ctx)->reg, c, rec, e); }
+
+static int on_follow(void *ctx, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e)
+{
+    return pd_register_follow(((struct worker *)ctx)->reg, c, rec, e);
+}
+
+static void on_idle(void *ctx)
+{
+    struct worker *w = ctx;
+    if (pd_daemon_state(w->d) >= PD_DRAINING)
+        pd_taker_close(w->taker);
+}
 
 static void on_drain(void *ctx)
 {
     struct worker *w = ctx;
     pd_trace_process(w->o.trace, PD_ST_DRAINING);
     pd_register_beat(w->reg);
+    if (!pd_desk_runs(w->desk))
+        pd_taker_close(w->taker);
 }
 
 static int make_metrics(struct worker *w, struct pd_err *e)
 {
 #define COUNTER(n, h, ...) { .name = n, .help = h, .type = PD_COUNTER, __VA_ARGS__ }
 #define GAUGE(n, h, ...) { .name = n, .help = h, .type = PD_GAUGE, __VA_ARGS__ }
-    const struct pd_metric_about runs = GAUGE("pd_runs", "Runs in hand."), seqs = GAUGE("pd_sequences", "Sequences in the batch, waiting ones too."),
+    const struct pd_metric_about seqs = GAUGE("pd_sequences", "Sequences in the batch, waiting ones too."),
         blocks = GAUGE("pd_kv_blocks", "KV blocks of the pool.", .label = { "state" }),
         rows = COUNTER("pd_rows_total", "Rows computed, of prompts and of decoding.", .label = { "phase" }),
-        cached = COUNTER("pd_cached_rows_total", "Rows not computed, as their KV was in the prefix cache."), steps = COUNTER("pd_steps_total", "Steps of the batch."), preempted = COUNTER("pd_preemptions_total", "Sequences put back for want of blocks."),
+        cached = COUNTER("pd_cached_rows_total", "Rows not computed, as their KV was in the prefix cache."),
+        steps = COUNTER("pd_steps_total", "Steps of the batch."), preempted = COUNTER("pd_preemptions_total", "Sequences put back for want of blocks."),
         ends = COUNTER("pd_runs_total", "Runs, by how they ended.", .label = { "end" }), tokens = COUNTER("pd_generated_tokens_total", "Tokens generated."),
+        modes = COUNTER("pd_runs_by_mode_total", "Runs that ended, by where their prompt was computed.", .label = { "mode" }),
         ttft = { .name = "pd_ttft_seconds", .help = "From acceptance to the first token.", .type = PD_HISTOGRAM, .scale = 6,
                  .bounds = pd_latency_bounds, .n_bounds = pd_n_latency_bounds };
     const struct { const struct pd_metric_about *about; struct pd_metric **to; const char *label; } t[] = {
-        { &runs, &w->m_runs, NULL }, { &seqs, &w->m_seqs, NULL }, { &blocks, &w->m_blocks[0], "used" }, { &blocks, &w->m_blocks[1], "free" },
-        { &blocks, &w->m_blocks[2], "cached" },
-        { &rows, &w->m_rows[0], "prompt" }, { &rows, &w->m_rows[1], "decode" }, { &cached, &w->m_rows[2], NULL }, { &steps, &w->m_steps, NULL }, { &preempted, &w->m_preempted, NULL },
+        { &seqs, &w->m_seqs, NULL }, { &blocks, &w->m_blocks[0], "used" }, { &blocks, &w->m_blocks[1], "free" },
+        { &blocks, &w->m_blocks[2], "cached" }, { &cached, &w->m_rows[2], NULL },
+        { &rows, &w->m_rows[0], "prompt" }, { &rows, &w->m_rows[1], "decode" }, { &steps, &w->m_steps, NULL }, { &preempted, &w->m_preempted, NULL },
         { &ends, &w->m_ends[0], "completed" }, { &ends, &w->m_ends[1], "failed" }, { &ends, &w->m_ends[2], "cancelled" }, { &ends, &w->m_ends[3], "refused" },
+        { &modes, &w->m_modes[0], "remote" }, { &modes, &w->m_modes[1], "local" }, { &modes, &w->m_modes[2], "aggregated" },
         { &tokens, &w->m_tokens, NULL }, { &ttft, &w->m_ttft, NULL } };
 #undef COUNTER
 #undef GAUGE
@@ -596,69 +511,60 @@ static int make_metrics(struct worker *w, struct pd_err *e)
 int pd_worker_serve(struct pd_runtime *rt, const struct pd_worker_opts *o, struct pd_daemon_opts *dopts, struct pd_err *e)
 {
     struct worker *w = pd_calloc(1, sizeof *w, "a worker", e);
-    int rc = PD_ENOMEM;
-    bool running = false;
     if (!w)
-        return rc;
+        return PD_ENOMEM;
     const struct pd_dc_sink sink = { w, on_put, on_over };
-    const struct pd_entry entry = { NULL, &client_cb, w, false };
-    const struct pd_daemon_hooks hooks = { .ctx = w, .drain = on_drain, .busy = is_busy, .beat = on_beat, .ledger = ledger, .cancel = on_cancel, .follow = on_follow };
+    const struct pd_desk_ops ops = { .ctx = w, .run_size = sizeof (struct run), .admit = admit, .again = again, .refuse = refuse, .news = on_news,
+                                     .cancel = on_cancel_run, .freed = on_freed, .idle = on_idle, .busy = is_busy, .turn = turn, .after = tell_load };
+    const struct pd_desk_opts ko = { .rt = rt, .seed = o->seed, .stream = o->stream, .max_runs = o->max_runs, .trace = o->trace };
+    const struct pd_taker_ops to = { .ctx = w, .known = is_known, .started = on_transfer, .taken = on_taken, .failed = on_failed, .reserve = reserve };
+    const struct pd_daemon_hooks hooks = { .ctx = w, .drain = on_drain, .busy = daemon_busy, .beat = on_beat, .ledger = ledger,
+                                           .cancel = on_cancel, .follow = on_follow };
     w->rt = rt;
     w->o = *o;
-    w->max_runs = o->max_runs ? o->max_runs : 4 * rt->max_seqs;
-    w->last = &w->runs;
-    w->last_held = &w->held;
-    w->last_in = &w->in;
-    w->last_ready = &w->ready;
-    w->post = (struct pd_post){ .fn = deliver, .ctx = w };
+    w->stuck = (struct pd_post){ .fn = on_stuck, .ctx = w };
     w->dco = (struct pd_decode_opts){ .seed = o->seed, .keep_going = true, .stream = o->stream };
     w->dc = (struct pd_decoder){ .rt = rt, .o = &w->dco, .sink = &sink, .trace = o->trace, .t0 = pd_mono_us() };
-    pthread_mutex_init(&w->lock, NULL);
-    pthread_cond_init(&w->more, NULL);
-    dopts->entry = &entry;
-    dopts->n_entry = 1;
+    int rc = pd_dc_open(&w->dc, e);
+    rc = rc ? rc : pd_desk_new(&ko, &ops, &w->desk, e);
+    struct pd_entry entry[2] = { { NULL, &pd_desk_cb, w->desk, false }, { "hello", &pd_links_cb, NULL, false } };
+    dopts->entry = entry;
+    dopts->n_entry = 2;
     dopts->worker = rt->worker;
-    if ((rc = pd_dc_open(&w->dc, e)) < 0 || (rc = pd_daemon_new(dopts, &hooks, &w->d, e)) < 0 || (rc = make_metrics(w, e)) < 0)
+    struct pd_taker_opts xo = { .rt = rt, .via = o->via, .max_record = dopts->max_record };
+    rc = rc ? rc : pd_taker_new(&xo, &to, &w->taker, e);
+    if (!rc)
+        entry[1].ctx = pd_taker_links(w->taker);
+    rc = rc ? rc : pd_daemon_new(dopts, &hooks, &w->d, e);
+    rc = rc ? rc : pd_taker_on(w->taker, pd_daemon_loop(w->d), pd_daemon_metrics(w->d), e);
+    if (rc < 0)
         goto out;
-    w->l = pd_daemon_loop(w->d);
+    pd_desk_on(w->desk, w->d);
+    if ((rc = make_metrics(w, e)) < 0)
+        goto out;
     tell_load(w);
-    struct pd_register_opts ro = { .rt = rt, .role = dopts->role, .max_runs = w->max_runs, .routers = o->routers, .load = load, .ctx = w };
+    struct pd_register_opts ro = { .rt = rt, .role = dopts->role, .max_runs = pd_desk_max(w->desk), .via = o->via, .routers = o->routers, .load = load,
+                                   .ctx = w };
     if ((rc = pd_register_new(w->d, &ro, &w->reg, e)) < 0)
         goto out;
-    if (pthread_create(&w->thread, NULL, compute, w)) {
-        rc = pd_fail(e, PD_ENOMEM, "cannot make the compute thread");
+    if ((rc = pd_desk_start(w->desk, e)) < 0)
         goto out;
-    }
-    running = true;
     pd_trace_process(o->trace, PD_ST_READY);
     if ((rc = pd_daemon_ready(w->d, e)) == 0)
         rc = pd_daemon_run(w->d, e);
 out:
-    if (running) {
-        pthread_mutex_lock(&w->lock);
-        w->stop = true;
-        pthread_mutex_unlock(&w->lock);
-        wake(w);
-        pthread_join(w->thread, NULL);
-    }
+    if (w->desk)
+        pd_desk_stop(w->desk);
     for (struct pd_dc_run *r = w->dc.head; r && rc < 0; r = r->next)
         pd_dc_step_end(&w->dc, r, e);
+    for (struct run *r = w->desk ? (void *)pd_desk_first(w->desk) : NULL; r && rc < 0; r = (void *)r->d.node.next)
+        if (!r->dr && !r->d.over && !r->d.ended)
+            step_of(w, r, PD_ST_FAILED, 0, e->msg, NULL);
     pd_dc_close(&w->dc);
     pd_register_free(w->reg);
-    for (struct pd_conn *c = NULL; w->d && (c = pd_daemon_conns(w->d)->first);) {
-        if (pd_conn_handler(c) == &client_cb)
-            pd_free(pd_conn_get(c));
-        pd_conn_free(c);
-    }
+    pd_desk_free(w->desk);
+    pd_taker_free(w->taker);
     pd_daemon_free(w->d);
-    while (w->runs) {
-        struct run *r = w->runs;
-        w->runs = r->next;
-        run_free(r);
-    }
-    pd_seen_free(&w->seen);
-    pthread_mutex_destroy(&w->lock);
-    pthread_cond_destroy(&w->more);
     pd_free(w);
     return rc;
 }

@@ -1,9 +1,26 @@
-/* The aggregated worker (role both): requests in, tokens and results out, for many clients at once.
+/* The decode worker as a daemon: requests in, tokens and results out, for many clients at once; and KV from prefill workers.
  *
- * As daemon.h says: the loop owns clients and what is sent to them, one compute thread owns the decoder with its batch and pool; requests go in one way,
- * records come out the other. All requests of all clients share the batch. A client gets `token` records when the request says stream: true, or it says
- * nothing and `stream` is set, and one `result` a choice. A client that is gone, or a `cancel` with the run's cancel_token, ends the run between two steps of
- * the batch: its blocks are free then. A run ends by completed, failed or cancelled in the trace.
+ * All requests of all clients share one batch. A request without a route, or with one that says aggregated or local, is run whole here. One that is routed
+ * remote waits for the KV of its run and op, which a prefill worker dials in with (hello) and offers; it is taken, verified, and decoded from there, and
+ * no token of it leaves before that. What goes wrong with the KV ends in computing it here at once, and the result says so in `fallback`: a kind, ": ", words.
+ *   prefill_timeout       nobody offered it within timeouts_ms.prefill (60 s)
+ *   prefill_lost          the connection to the prefill worker ended
+ *   transfer_timeout      timeouts_ms.transfer has passed, or nothing came for a while
+ *   lease_ended           the lease ran out, or the prefill worker withdrew it
+ *   integrity             checksum, layout, other tokens than the request's
+ *   fingerprint_mismatch  it is of another model
+ *   out_of_blocks         its blocks were needed by what decodes already
+ *   kv_failed             anything else
+ * The event `fallback` is told by whoever decides: by this worker for the above, by the router when its route says so.
+ *
+ * A routed run in hand may come again, over the same connection, with another route: local, it is computed here now (nothing happens if that is so already);
+ * remote with the same op, it goes on waiting for that; with another op, for the new one.
+ * A route with `resume` (n 1): generation goes on after these tokens, whose text is rebuilt; token records begin after them, the result has all. Of `logprobs`
+ * the first ones are 0: who resumes has them.
+ *
+ * A client gets `token` records when the request says stream: true, or it says nothing and `stream` is set, and one `result` a choice. A client that is gone, a
+ * `cancel` on the run's own connection, or one with its cancel_token ends the run between two steps of the batch, and its transfer: its blocks are free then.
+ * A run ends by completed, failed or cancelled in the trace.
  */
 #ifndef PD_SERVE_WORKER_H
 #define PD_SERVE_WORKER_H
@@ -15,6 +32,7 @@ struct pd_worker_opts {
     int64_t seed;               /* of requests that bring none */
     bool stream;
     uint32_t max_runs;          /* taken in at once; who brings one more is not read until one ends. 0: four times max_seqs */
+    const char *via;            /* schemes for KV, best first; NULL: "shm,inline" */
     struct pd_trace *trace;     /* or NULL */
     const char *const *routers; /* where to register (register.h), NULL-ended, or NULL */
 };

@@ -42,3 +42,14 @@ const struct pd_transport *pd_transport_find(struct pd_str scheme)
             return all[i];
     return NULL;
 }
+
+int pd_via_check(const char *via, struct pd_err *e)
+{
+    for (const char *s = via; *s; s += *s == ',') {
+        struct pd_str one = { s, strcspn(s, ",") };
+        if (!pd_transport_find(one))
+            return pd_fail(e, PD_EUSAGE, "--via: '%.*s' is no transport (example: --via shm,inline)", (int)one.n, s);
+        s += one.n;
+    }
+    return *via ? 0 : pd_fail(e, PD_EUSAGE, "--via is empty (example: --via shm,inline)");
+}

@@ -45,4 +45,5 @@ struct pd_transport {
 };
 extern const struct pd_transport pd_inline, pd_shm;
 const struct pd_transport *pd_transport_find(struct pd_str scheme);     /* NULL: none is called so */
+int pd_via_check(const char *via, struct pd_err *e);    /* a list for --via: PD_EUSAGE names what is no transport */
 #endif

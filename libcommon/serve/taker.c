@@ -1,0 +1,388 @@
+#include <stdio.h>
+#include "../base/clock.h"
+#include "../base/log.h"
+#include "taker.h"
+
+enum { LOOK_US = 20000 };       /* for room, while something waits for it */
+
+/* An offer whose run has not been heard of. */
+struct early { struct early *next; struct pd_move *m; struct pd_link *k; int64_t since; };
+
+struct pd_taker {
+    struct pd_loop *l;
+    struct pd_taker_opts o;
+    struct pd_taker_ops ops;
+    struct pd_links links;
+    struct pd_keyed expected;
+    struct pd_expect *room, **last_room;
+    struct early *early;
+    struct pd_timer *timer;
+    struct pd_taker_counts n;
+    struct pd_metric *m_taken[2], *m_bytes, *m_us, *m_failed;
+    struct pd_metrics *metrics;
+};
+
+void pd_kv_in_free(struct pd_pool *p, struct pd_kv_in *kv)
+{
+    for (uint32_t i = 0; i < kv->n_blocks; i++)
+        pd_pool_put(p, kv->blocks[i]);
+    pd_free(kv->blocks);
+    pd_arena_free(&kv->mem);
+    *kv = (struct pd_kv_in){ .blocks = NULL };
+}
+
+static void set_timer(struct pd_taker *t)
+{
+    int64_t next = INT64_MAX, now = pd_mono_us();
+    struct pd_err e;
+    for (struct pd_expect *x = (void *)t->expected.first; x; x = (void *)x->node.next)
+        if (!x->move && x->give_up < next)
+            next = x->give_up;
+    for (struct early *y = t->early; y; y = y->next)
+        if (y->since + PD_TAKER_EARLY_US < next)
+            next = y->since + PD_TAKER_EARLY_US;
+    if (t->room && now + LOOK_US < next)
+        next = now + LOOK_US;
+    if (next == INT64_MAX)
+        pd_timer_stop(t->timer);
+    else if (pd_timer_at(t->timer, next, &e) < 0)
+        pd_error("timer of expected KV: %s", e.msg);
+}
+
+/* ---- one expectation ---- */
+
+static void leave_room(struct pd_taker *t, struct pd_expect *x)
+{
+    if (!x->wants_room)
+        return;
+    struct pd_expect **q = &t->room;
+    while (*q != x)
+        q = &(*q)->next_room;
+    if (!(*q = x->next_room))
+        t->last_room = q;
+    x->wants_room = false;
+    t->n.waiting--;
+}
+
+static void end(struct pd_taker *t, struct pd_expect *x)
+{
+    leave_room(t, x);
+    if (x->move) {
+        pd_move_set(x->move, NULL);
+        t->n.moving -= x->accepted;
+    }
+    x->move = NULL;
+    x->accepted = x->expected = false;
+    pd_keyed_remove(&t->expected, x);
+}
+
+static void fail(struct pd_taker *t, struct pd_expect *x, const char *kind, const struct pd_err *why)
+{
+    static const struct pd_metric_about about = { .name = "pd_not_taken_total", .help = "KV that was expected and is computed here, by reason.",
+                                                  .type = PD_COUNTER, .label = { "reason" } };
+    struct pd_metric *m;
+    if (!pd_metric_get(t->metrics, &about, (const char *const[PD_METRIC_LABELS]){ kind }, &m, NULL))
+        pd_metric_add(m, 1);
+    t->n.failed++;
+    end(t, x);
+    t->ops.failed(t->ops.ctx, x, kind, why);
+}
+
+static const char *kind_of(const struct pd_xfer_event *ev, bool lost)
+{
+    switch (ev->err.code) {
+    case PD_EINCOMPAT: return "fingerprint_mismatch";
+    case PD_ECORRUPT: return "integrity";
+    case PD_ENOMEM: return "out_of_blocks";
+    case PD_ETIME: return strstr(ev->err.msg, "lease") ? "lease_ended" : "transfer_timeout";
+    default: return lost ? "prefill_lost" : ev->kind == PD_XE_CANCELLED ? "lease_ended" : "kv_failed";
+    }
+}
+
+static uint32_t blocks_of(const struct pd_taker *t, const struct pd_kvdesc *d)
+{
+    uint32_t bs = (uint32_t)pd_pool_geom(t->o.rt->pool)->block_size;
+    return (uint32_t)(((uint64_t)d->n_tokens + bs - 1) / bs);
+}
+
+static void accept(struct pd_taker *t, struct pd_expect *x)
+{
+    int64_t now = pd_mono_us();
+    struct pd_take how = { .deadline = x->transfer_us ? now + x->transfer_us : 0 };
+    x->accepted = true;
+    t->n.moving++;
+    t->ops.started(t->ops.ctx, x, pd_move_desc(x->move));
+    pd_take(x->move, &how, now, NULL);  /* a failure is an event */
+    pd_link_soon(x->link);
+}
+
+/* Oldest first; none overtakes. */
+void pd_taker_room(struct pd_taker *t)
+{
+    while (t->room) {
+        struct pd_expect *x = t->room;
+        struct pd_pool_stats s = pd_pool_stats(t->o.rt->pool);
+        uint32_t want = blocks_of(t, pd_move_desc(x->move)), reserve = s.used ? t->ops.reserve(t->ops.ctx) : 0;
+        if ((uint64_t)want + reserve > s.max - s.used && want <= s.max && s.used)
+            break;
+        leave_room(t, x);
+        accept(t, x);           /* more than the whole pool: refused with the numbers */
+    }
+    set_timer(t);
+}
+
+static void offered(struct pd_taker *t, struct pd_expect *x, struct pd_move *m, struct pd_link *k)
+{
+    pd_move_set(m, x);
+    x->move = m;
+    x->link = k;
+    x->t_offer = pd_mono_us();
+    x->wants_room = true;
+    x->next_room = NULL;
+    *t->last_room = x;
+    t->last_room = &x->next_room;
+    t->n.waiting++;
+    pd_taker_room(t);
+}
+
+/* ---- offers that came before their run ---- */
+
+static void refuse(struct pd_link *k, struct pd_move *m, int code, const char *why)
+{
+    pd_take_refuse(m, code, why, pd_mono_us());
+    pd_link_soon(k);
+}
+
+static void drop_early(struct pd_taker *t, struct early **q)
+{
+    struct early *y = *q;
+    *q = y->next;
+    t->n.early--;
+    pd_free(y);
+}
+
+static void forget_early(struct pd_taker *t, const struct pd_move *m)
+{
+    for (struct early **q = &t->early; *q; q = &(*q)->next)
+        if ((*q)->m == m) {
+            drop_early(t, q);
+            return;
+        }
+}
+
+static void keep_early(struct pd_taker *t, struct pd_move *m, struct pd_link *k)
+{
+    struct early *y = pd_calloc(1, sizeof *y, "an offer", NULL);
+    if (!y) {
+        refuse(k, m, PD_ENOMEM, "out of memory");
+        return;
+    }
+    *y = (struct early){ .next = t->early, .m = m, .k = k, .since = pd_mono_us() };
+    t->early = y;
+    t->n.early++;
+    set_timer(t);
+}
+
+/* ---- events ---- */
+
+static void on_offer(struct pd_taker *t, struct pd_link *k, struct pd_move *m)
+{
+    const struct pd_kvdesc *d = pd_move_desc(m);
+    struct pd_expect *x = pd_keyed_find(&t->expected, d->run, PD_RUN_LEN);
+    if (x && memcmp(x->op, d->op, sizeof x->op))
+        refuse(k, m, PD_ECANCEL, "another op of this run is expected");
+    else if (x && x->move)
+        refuse(k, m, PD_ECANCEL, "this run is being taken from elsewhere");
+    else if (x)
+        offered(t, x, m, k);
+    else if (t->ops.known(t->ops.ctx, d->run))
+        refuse(k, m, PD_ECANCEL, "this run is served already");
+    else
+        keep_early(t, m, k);
+}
+
+static void on_taken(struct pd_taker *t, struct pd_expect *x, const struct pd_xfer_event *ev)
+{
+    struct pd_kv_in kv = { .bytes = ev->bytes, .us = pd_mono_us() - x->t_offer };
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    int rc = pd_kvdesc_encode(pd_move_desc(ev->move), &b, &e);
+    rc = rc ? rc : pd_kvdesc_decode(b.p, b.n, &kv.mem, &kv.desc, &e);
+    pd_buf_free(&b);
+    bool shm = !strcmp(pd_move_scheme(ev->move), "shm");
+    if (!rc && !(kv.blocks = pd_take_blocks(ev->move, &kv.n_blocks)))
+        rc = pd_fail(&e, PD_EFAIL, "its blocks were taken already");
+    if (rc < 0) {
+        pd_kv_in_free(t->o.rt->pool, &kv);
+        fail(t, x, rc == PD_ENOMEM ? "out_of_blocks" : "kv_failed", &e);
+        return;
+    }
+    t->n.taken[shm]++;
+    t->n.bytes += ev->bytes;
+    pd_metric_add(t->m_taken[shm], 1);
+    pd_metric_add(t->m_bytes, (int64_t)ev->bytes);
+    pd_metric_observe(t->m_us, kv.us);
+    end(t, x);
+    t->ops.taken(t->ops.ctx, x, &kv);
+}
+
+static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
+{
+    struct pd_taker *t = ctx;
+    struct pd_expect *x = ev->move ? pd_move_get(ev->move) : NULL;
+    const struct pd_hello *peer = pd_xfer_peer(pd_link_xfer(k));
+    switch (ev->kind) {
+    case PD_XE_READY:
+        if (ev->err.code)
+            pd_warn("%.*s: %s: output may differ in the last bits", (int)peer->worker.n, peer->worker.p ? peer->worker.p : "", ev->err.msg);
+        break;
+    case PD_XE_OFFERED: on_offer(t, k, ev->move); break;
+    case PD_XE_TAKEN:
+        if (x)
+            on_taken(t, x, ev);
+        break;
+    case PD_XE_FAILED: case PD_XE_CANCELLED:
+        if (x)
+            fail(t, x, kind_of(ev, !pd_xfer_open(pd_link_xfer(k))), &ev->err);
+        else
+            forget_early(t, ev->move);
+        break;
+    case PD_XE_CLOSED:
+        if (ev->err.code != PD_ECANCEL)
+            pd_error("a transfer connection ends: %s", ev->err.msg);
+        break;
+    default: break;
+    }
+    set_timer(t);
+}
+
+static void on_timer(void *ctx)
+{
+    struct pd_taker *t = ctx;
+    int64_t now = pd_mono_us();
+    struct pd_err e;
+    for (struct early **q = &t->early; *q;) {
+        struct early *y = *q;
+        if (now < y->since + PD_TAKER_EARLY_US) {
+            q = &y->next;
+            continue;
+        }
+        refuse(y->k, y->m, PD_ETIME, "nobody asked for this run here");
+        drop_early(t, q);
+    }
+    for (struct pd_expect *x = (void *)t->expected.first, *next; x; x = next) {
+        next = (void *)x->node.next;
+        if (x->move || now < x->give_up)
+            continue;
+        pd_fail(&e, PD_ETIME, "no KV was offered in time");
+        fail(t, x, "prefill_timeout", &e);
+    }
+    pd_taker_room(t);
+}
+
+/* ---- from outside ---- */
+
+int pd_taker_expect(struct pd_taker *t, struct pd_expect *x, const char *run, struct pd_err *e)
+{
+    int rc = pd_keyed_add(&t->expected, x, run, PD_RUN_LEN, e);
+    if (rc < 0)
+        return rc;
+    x->expected = true;
+    for (struct early **q = &t->early; *q;) {
+        struct early y = **q;
+        const struct pd_kvdesc *d = pd_move_desc(y.m);
+        if (strcmp(d->run, run)) {
+            q = &(*q)->next;
+            continue;
+        }
+        drop_early(t, q);
+        if (x->move || memcmp(d->op, x->op, sizeof x->op))
+            refuse(y.k, y.m, PD_ECANCEL, "another op of this run is expected");
+        else
+            offered(t, x, y.m, y.k);
+    }
+    set_timer(t);
+    return 0;
+}
+
+void pd_taker_forget(struct pd_taker *t, struct pd_expect *x, const char *cause)
+{
+    struct pd_move *m = x->move;
+    if (!x->expected)
+        return;
+    end(t, x);
+    if (m) {
+        pd_move_cancel(m, cause, pd_mono_us());
+        pd_link_soon(x->link);
+    }
+    set_timer(t);
+}
+
+bool pd_taker_give_up_one(struct pd_taker *t)
+{
+    struct pd_expect *x = (void *)t->expected.last;
+    struct pd_err e;
+    while (x && !x->accepted)
+        x = (void *)x->node.prev;
+    if (!x)
+        return false;
+    pd_move_cancel(x->move, "its blocks are needed", pd_mono_us());
+    pd_link_soon(x->link);
+    pd_fail(&e, PD_ENOMEM, "its blocks were needed by runs that decode already (raise --kv-mem)");
+    fail(t, x, "out_of_blocks", &e);
+    return true;
+}
+
+void pd_taker_close(struct pd_taker *t) { pd_links_close(&t->links); }
+struct pd_links *pd_taker_links(struct pd_taker *t) { return &t->links; }
+
+struct pd_taker_counts pd_taker_counts(const struct pd_taker *t)
+{
+    struct pd_taker_counts n = t->n;
+    n.links = t->links.n;
+    n.expected = (uint32_t)t->expected.n;
+    return n;
+}
+
+int pd_taker_new(const struct pd_taker_opts *o, const struct pd_taker_ops *ops, struct pd_taker **out, struct pd_err *e)
+{
+    struct pd_taker *t = pd_calloc(1, sizeof *t, "what expects KV", e);
+    if (!t)
+        return PD_ENOMEM;
+    t->o = *o;
+    t->ops = *ops;
+    t->last_room = &t->room;
+    *out = t;
+    return 0;
+}
+
+int pd_taker_on(struct pd_taker *t, struct pd_loop *l, struct pd_metrics *m, struct pd_err *e)
+{
+    const struct pd_metric_about taken = { .name = "pd_taken_total", .help = "KV taken and verified.", .type = PD_COUNTER, .label = { "scheme" } },
+        bytes = { .name = "pd_taken_bytes_total", .help = "Bytes of KV taken.", .type = PD_COUNTER },
+        us = { .name = "pd_transfer_seconds", .help = "From the offer of KV to its verification.", .type = PD_HISTOGRAM, .scale = 6,
+               .bounds = pd_latency_bounds, .n_bounds = pd_n_latency_bounds };
+    t->l = l;
+    t->metrics = m;
+    const struct pd_taker_opts *o = &t->o;
+    t->links.o = (struct pd_links_opts){ .l = l, .max_record = o->max_record, .event = on_event, .ctx = t,
+        .xfer = { .via = o->via, .worker = o->rt->worker, .domain = o->rt->domain, .epoch = o->rt->epoch,
+                  .fp_fields = { o->rt->fp.map.p, o->rt->fp.map.n }, .pool = o->rt->pool } };
+    int rc = pd_timer_new(l, on_timer, t, &t->timer, e);
+    rc = rc ? rc : pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ "inline" }, &t->m_taken[0], e);
+    rc = rc ? rc : pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ "shm" }, &t->m_taken[1], e);
+    rc = rc ? rc : pd_metric_get(m, &bytes, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_bytes, e);
+    return rc ? rc : pd_metric_get(m, &us, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_us, e);
+}
+
+void pd_taker_free(struct pd_taker *t)
+{
+    if (!t)
+        return;
+    pd_links_free(&t->links);
+    while (t->early)
+        drop_early(t, &t->early);
+    pd_keyed_free(&t->expected);
+    pd_timer_free(t->timer);
+    pd_free(t);
+}

@@ -1,0 +1,57 @@
+/* The KV that a decode worker expects from prefill workers: who dials in, offers, what was taken, and what did not come.
+ *
+ * A run that is expected (pd_taker_expect) takes the offer of its name and op, from whichever prefill worker brings it; one that came first waits for its
+ * run, PD_TAKER_EARLY_US at the most. An offer of a run that is here and not expected is refused. What was offered waits until the pool has room for it beside
+ * what is being decoded, in order of arrival. Each expectation ends by one call: `taken` or `failed`, unless pd_taker_forget ends it.
+ * The loop's. */
+#ifndef PD_SERVE_TAKER_H
+#define PD_SERVE_TAKER_H
+#include "../engine/runtime.h"
+#include "../trace/keyed.h"
+#include "link.h"
+
+#define PD_TAKER_EARLY_US 5000000
+
+struct pd_expect {              /* part of a run */
+    struct pd_node node;        /* by the run's name */
+    uint8_t op[16];
+    bool expected;
+    struct pd_move *move;       /* its offer, or NULL */
+    struct pd_link *link;
+    bool accepted;
+    int64_t give_up, transfer_us;       /* no offer by then (mono us); how long a transfer may take, 0: as long as something comes */
+    int64_t t_offer;
+    struct pd_expect *next_room;        /* waiting for room */
+    bool wants_room;
+};
+struct pd_kv_in {               /* what was taken */
+    struct pd_kvdesc desc;      /* in mem */
+    struct pd_arena mem;
+    uint32_t *blocks, n_blocks;         /* a reference of each */
+    uint64_t bytes;
+    int64_t us;                 /* from the offer on */
+};
+void pd_kv_in_free(struct pd_pool *p, struct pd_kv_in *kv);
+
+struct pd_taker_ops {
+    void *ctx;
+    bool (*known)(void *ctx, const char *run);          /* in hand, expected or not */
+    void (*started)(void *ctx, struct pd_expect *x, const struct pd_kvdesc *offer);
+    void (*taken)(void *ctx, struct pd_expect *x, struct pd_kv_in *kv);         /* *kv is the callee's */
+    void (*failed)(void *ctx, struct pd_expect *x, const char *kind, const struct pd_err *why);
+    uint32_t (*reserve)(void *ctx);                     /* blocks that what is being decoded may want next */
+};
+struct pd_taker_opts { struct pd_runtime *rt; const char *via; size_t max_record; };
+struct pd_taker;
+int pd_taker_new(const struct pd_taker_opts *o, const struct pd_taker_ops *ops, struct pd_taker **out, struct pd_err *e);
+int pd_taker_on(struct pd_taker *t, struct pd_loop *l, struct pd_metrics *m, struct pd_err *e);         /* before its first connection */
+void pd_taker_free(struct pd_taker *t);         /* NULL: nothing */
+struct pd_links *pd_taker_links(struct pd_taker *t);    /* for the entry "hello" */
+int pd_taker_expect(struct pd_taker *t, struct pd_expect *x, const char *run, struct pd_err *e);        /* op, give_up, transfer_us are set */
+void pd_taker_forget(struct pd_taker *t, struct pd_expect *x, const char *cause);       /* no more: a move is cancelled. Static text */
+void pd_taker_room(struct pd_taker *t);         /* blocks may have come back, give_up has changed */
+bool pd_taker_give_up_one(struct pd_taker *t);          /* the youngest that holds blocks: `failed`, out_of_blocks. false: none holds any */
+void pd_taker_close(struct pd_taker *t);        /* drain: the connections, as soon as nothing is on its way */
+struct pd_taker_counts { uint32_t links, expected, waiting /* for room */, moving, early; uint64_t taken[2] /* inline, shm */, bytes, failed; };
+struct pd_taker_counts pd_taker_counts(const struct pd_taker *t);
+#endif

@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""P/D by real daemons on a tiny model, with the router played by script: KV by shm and inline, many runs at once, to the bit what the filter and the aggregated
+worker give; and at the end of each scene every count is back at its start, and the merged log of all keeps every rule."""
+import os
+import tempfile
+
+import pdset
+import tap
+from pdset import ARGS, Router, Worker, check
+from tap import B, TINY, ok, run
+
+tmp = tempfile.TemporaryDirectory()
+
+
+def reqs(count, **kw):
+    return [dict({"id": i, "prompt": f"Once upon a time there were {i} foxes " * (1 + i % 5), "max_tokens": 5 + i % 7, "temperature": 0.8, "seed": i}, **kw) for i in range(count)]
+
+
+def whole(rs):
+    """What the filter gives: by id and choice."""
+    out = tap.results(run([f"{B}/bin/pd-decode", "-m", TINY, *ARGS, "--kv-mem", "4MiB", "--format", "json"], tap.lines(rs)).stdout)
+    return {(r["id"], r.get("choice", 0)): (r["tokens"], r["text"], r["finish_reason"]) for r in out}
+
+
+def results(R, runs):
+    return {(x["id"], x.get("choice", 0)): (x["tokens"], x["text"], x["finish_reason"]) for r in runs for x in R.of(r, "result")}
+
+
+def at_start(*workers):
+    """Nothing is held any more: (all of them, why not)."""
+    notes = []
+    for w in workers:
+        want = {"runs": 0, "blocks_used": 0, "moves": 0, "sequences": 0}
+        want.update({"leases_live": 0} if "leases_live" in w.ledger() else {"expected": 0, "blocks_borrowed": 0, "moves_waiting": 0, "offers_early": 0})
+        good, g = w.until(want)
+        if "leases_live" in g:
+            good &= g["leases_granted"] == g["leases_released"] + g["leases_expired"] + g["leases_revoked"]
+        if not good:
+            notes.append((w.path, g))
+    return not notes, notes
+
+
+def close(name, R, *workers):
+    """The end of a scene."""
+    good, why = at_start(*[w for w in workers if w.p.poll() is None])
+    ok(good, f"{name}: every count is back at its start", why)
+    R.close()
+    ends = [w.end() for w in workers if w.p.poll() is None]
+    ok(all(rc == 0 for rc, _ in ends), f"{name}: all drain", ends)
+    c = check(R.path, *[w.trace for w in workers])
+    ok(c.returncode == 0, f"{name}: the merged log keeps every rule", c.stdout + c.stderr)
+
+
+FILTER = whole(reqs(30))
+for via in ("shm", "inline"):
+    P = Worker(tmp.name, via + "P", "prefill", "--via", "shm,inline")
+    D = Worker(tmp.name, via + "D", "decode", "--via", via)
+    R = Router(os.path.join(tmp.name, via + "R.trace"))
+    r = R.remote(reqs(1)[0], P, D)
+    good = R.wait([r])
+    ok(good and results(R, [r]).items() <= FILTER.items(), f"{via}: one run, prefilled there and decoded here, is the filter's to the bit", R.got)
+    x, k = R.result(r), R.of(r, "kv")[0]
+    ok(x and x["mode"] == "remote" and x["fallback"] is None and x["transferred_tokens"] == x["prompt_tokens"] and x["recomputed_tokens"] == 0 and x["kv_bytes"] > 0 and
+       x["prefill_worker"].startswith("prefill@") and x["decode_worker"].startswith("decode@"), f"{via}: its result says how it came", x)
+    ok(k["payload"] is None and k["lease"] is None and k["first"][0]["token"] == x["tokens"][0] and k["t"]["total_us"] > 0 and "route" not in k["request"],
+       f"{via}: the router has the kv, with first token and times", k)
+    fds = P.ledger()["fds"], D.ledger()["fds"]
+    for first in ("d", "p"):
+        runs = [R.remote(q, P, D, first=first) for q in reqs(30)]
+        ok(R.wait(runs) and results(R, runs) == FILTER, f"{via}: thirty at once, {first} asked first", [R.got[r["run"]][-1] for r in runs if not R.of(r, "result")])
+        modes = [R.result(r)["mode"] for r in runs]
+        ok(modes == ["remote"] * 30, f"{via}: all of them by KV", [(R.result(r)["mode"], R.result(r)["fallback"]) for r in runs])
+    three = reqs(4, n=3, logprobs=True, top_logprobs=2)
+    runs = [R.remote(dict(q, stream=True), P, D) for q in three]
+    for r in runs:
+        R.expect(r, 3)
+    ok(R.wait(runs, n=3) and results(R, runs) == whole(three), f"{via}: n > 1", R.got)
+    ok(all(R.out[r["run"]] == {x["choice"]: x["tokens"] for x in R.of(r, "result")} for r in runs), f"{via}: and its tokens are streamed, each once", R.out)
+    one = dict(reqs(1)[0], max_tokens=1)
+    r = R.remote(one, P, D)
+    ok(R.wait([r]) and results(R, [r]) == whole([one]), f"{via}: a run of one token", R.got[r["run"]])
+    bare = [R.request(q) for q in reqs(5)]
+    for q in bare:
+        R.to(D).send({k: v for k, v in q.items()})
+    loc = [R.local(q, D) for q in reqs(5)]
+    agg = [R.local(q, D, mode="aggregated") for q in reqs(5)]
+    ok(R.wait(bare + loc + agg) and results(R, bare).items() <= FILTER.items() and results(R, loc).items() <= FILTER.items() and results(R, agg).items() <= FILTER.items() and
+       [R.result(r)["mode"] for r in bare + loc + agg] == ["aggregated"] * 5 + ["local"] * 5 + ["aggregated"] * 5, f"{via}: bare, local and aggregated requests are run whole", R.got)
+    g, h = P.ledger(), D.ledger()
+    ok(g[f"given_{via}"] == 66 == h[f"taken_{via}"] and g["given_bytes"] == h["taken_bytes"] > 0 and h["not_taken"] == 0, f"{via}: the ledgers count the same", (g, h))
+    ok((g["fds"], h["fds"]) == fds, f"{via}: no descriptor is left behind", (fds, g["fds"], h["fds"]))
+    close(via, R, P, D)
+
+tap.done()
