@@ -1,6 +1,7 @@
-/* The pool. One 64-bit word holds the region in progress: how many tasks it has and how many were handed out. A task is claimed by a compare
- * and swap on that word, so a worker that slept through whole regions can neither delay the caller nor take a task that is not there; and while a claimed task is
- * unfinished its region cannot end, so fn and ctx stay valid for it. */
+/* The pool. Each thread has a run of neighbouring tasks of the region in progress: a 64-bit word holds where it ends and what comes next. Its owner takes from
+ * the front, so that a thread goes through memory in order and what a task asked for ahead serves the next one; who has none left takes from the end of
+ * another's. A task is claimed by a compare and swap on that word, so a worker that slept through whole regions can neither delay the caller nor take a task
+ * that is not there; and while a claimed task is unfinished its region cannot end, so fn, ctx and n_tasks stay valid for it. */
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -15,7 +16,7 @@
 #include "mem.h"
 #include "threads.h"
 
-enum { SPIN_NS = 4000, LINE = 64 };
+enum { SPIN_NS = 8000, LINE = 64 };
 
 struct worker {
     struct pd_threads *pool;
@@ -23,8 +24,10 @@ struct worker {
     int tid;
 };
 
+struct lane { _Alignas(LINE) _Atomic uint64_t tasks; };         /* end << 32 | next */
+
 struct pd_threads {
-    _Alignas(LINE) _Atomic uint64_t ticket;     /* tasks of the region << 32 | tasks handed out */
+    _Alignas(LINE) _Atomic uint32_t region;     /* counts them: there is something to do */
     _Alignas(LINE) _Atomic uint32_t done;       /* tasks finished; the caller sleeps on it */
     _Atomic uint32_t caller_sleeps;
     _Alignas(LINE) _Atomic uint32_t bell;       /* the workers sleep on it */
@@ -32,6 +35,8 @@ struct pd_threads {
     _Atomic bool quit;
     pd_task_fn *fn;             /* written between regions only */
     void *ctx;
+    uint32_t n_tasks;
+    struct lane *lane;          /* [n] */
     int n;                      /* threads, the caller among them */
     struct worker *workers;     /* n - 1 */
 };
@@ -69,19 +74,36 @@ static int64_t now_ns(void)
         } \
         over_; })
 
-static bool has_task(uint64_t t) { return (uint32_t)t < t >> 32; }
+/* One of the lane's tasks, from its front or its end. */
+static bool take(struct lane *l, bool front, int *task)
+{
+    uint64_t t = atomic_load(&l->tasks);
+    while ((uint32_t)t < t >> 32)
+        if (atomic_compare_exchange_weak(&l->tasks, &t, front ? t + 1 : t - ((uint64_t)1 << 32))) {
+            *task = front ? (int)(uint32_t)t : (int)(t >> 32) - 1;
+            return true;
+        }
+    return false;
+}
+
+static bool claim(struct pd_threads *p, int tid, int *task)
+{
+    if (take(&p->lane[tid], true, task))
+        return true;
+    for (int i = 1; i < p->n; i++)
+        if (take(&p->lane[(tid + i) % p->n], false, task))
+            return true;
+    return false;
+}
 
 /* Runs tasks until none is left to hand out. */
 static void work(struct pd_threads *p, int tid)
 {
-    uint64_t t = atomic_load(&p->ticket);
-    while (has_task(t)) {
-        if (!atomic_compare_exchange_weak(&p->ticket, &t, t + 1))
-            continue;
-        p->fn(p->ctx, (int)(uint32_t)t, tid);
-        if (atomic_fetch_add(&p->done, 1) + 1 == t >> 32 && atomic_load(&p->caller_sleeps))
+    for (int task; claim(p, tid, &task);) {
+        p->fn(p->ctx, task, tid);
+        const uint32_t all = p->n_tasks;        /* before it counts as done: the next region may begin then */
+        if (atomic_fetch_add(&p->done, 1) + 1 == all && atomic_load(&p->caller_sleeps))
             futex_wake(&p->done, 1);
-        t = atomic_load(&p->ticket);
     }
 }
 
@@ -90,15 +112,16 @@ static void *worker_main(void *arg)
     struct worker *w = arg;
     struct pd_threads *p = w->pool;
     for (;;) {
+        const uint32_t seen = atomic_load(&p->region);
         work(p, w->tid);
-        if (SPIN_WHILE(!has_task(atomic_load(&p->ticket)) && !atomic_load(&p->quit))) {
+        if (SPIN_WHILE(atomic_load(&p->region) == seen && !atomic_load(&p->quit))) {
             if (atomic_load(&p->quit))
                 return NULL;
             continue;
         }
         uint32_t bell = atomic_load(&p->bell);
         atomic_fetch_add(&p->sleepers, 1);
-        if (!has_task(atomic_load(&p->ticket)) && !atomic_load(&p->quit))
+        if (atomic_load(&p->region) == seen && !atomic_load(&p->quit))
             futex_wait(&p->bell, bell);
         atomic_fetch_sub(&p->sleepers, 1);
     }
@@ -122,7 +145,12 @@ void pd_threads_run(struct pd_threads *p, int n_tasks, pd_task_fn *fn, void *ctx
     p->fn = fn;
     p->ctx = ctx;
     atomic_store(&p->done, 0);
-    atomic_store(&p->ticket, (uint64_t)n_tasks << 32);
+    p->n_tasks = (uint32_t)n_tasks;
+    for (int i = 0; i < p->n; i++) {
+        const uint64_t from = (uint64_t)n_tasks * (uint64_t)i / (uint64_t)p->n, to = (uint64_t)n_tasks * ((uint64_t)i + 1) / (uint64_t)p->n;
+        atomic_store(&p->lane[i].tasks, to << 32 | from);
+    }
+    atomic_fetch_add(&p->region, 1);
     ring(p, n_tasks - 1 < p->n - 1 ? n_tasks - 1 : p->n - 1);
     work(p, 0);
     uint32_t d;
@@ -146,6 +174,7 @@ void pd_threads_free(struct pd_threads *p)
     for (int i = 0; i < p->n - 1; i++)
         pthread_join(p->workers[i].thread, NULL);
     pd_free(p->workers);
+    pd_free(p->lane);
     pd_free(p);
 }
 
@@ -159,10 +188,12 @@ int pd_threads_new(int n, struct pd_threads **out, struct pd_err *e)
     memset(p, 0, sizeof *p);
     p->n = 1;
     p->workers = pd_calloc((size_t)n - 1, sizeof *p->workers, "thread pool", e);
-    if (!p->workers) {
+    if (!p->workers || !(p->lane = pd_alloc_aligned((size_t)n * sizeof *p->lane, "thread pool", e))) {
+        pd_free(p->workers);
         pd_free(p);
         return PD_ENOMEM;
     }
+    memset(p->lane, 0, (size_t)n * sizeof *p->lane);
     /* signals belong to the thread that made the pool */
     sigset_t all, old;
     sigfillset(&all);

@@ -1,6 +1,7 @@
 /* A pool of compute threads that runs one parallel region at a time.
  *
- * pd_threads_run hands out tasks 0..n-1 (an atomic counter; the calling thread takes part) and returns when all are done. Waiting threads
+ * pd_threads_run hands out tasks 0..n-1, to each thread a run of neighbours (and from one that is late the others take over; the calling thread takes part), and
+ * returns when all are done. Waiting threads
  * spin briefly and then sleep on a futex, because several pd processes share a machine. A pool belongs to one calling thread.
  */
 #ifndef PD_BASE_THREADS_H

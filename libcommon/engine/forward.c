@@ -36,10 +36,10 @@ static int rows_a_task(const struct pd_fwd *f, int rows, int most)
     return even < most ? even : most;
 }
 
-/* Groups of outputs of a task. */
+/* Groups of outputs of a task. Few rows: one task a thread, which then goes through memory without a break. */
 static int groups_a_task(const struct pd_fwd *f, int n_groups, int rows)
 {
-    int tasks = pd_threads_count(f->t) * (rows > 64 ? 8 : 3), per = (n_groups + tasks - 1) / tasks;
+    int tasks = pd_threads_count(f->t) * (rows > 64 ? 8 : 1), per = (n_groups + tasks - 1) / tasks;
     return per < 1 ? 1 : per;
 }
 
