@@ -159,6 +159,15 @@ static bool is_stale(const struct run *r, const struct proc *p)
     return false;
 }
 
+/* A router's log alone: what the workers did is not here, and not missed. */
+static bool workers_elsewhere(const struct run *r)
+{
+    for (int i = 0; i < r->n_parts; i++)
+        if (r->part[i]->rank == PD_R_WORKER)
+            return false;
+    return r->n_parts > 0;
+}
+
 /* A side step by one process: what another did for the attempt before may still come in, and means nothing. */
 static void begin_attempt(struct run *r, uint32_t clears, const struct proc *by, struct proc *const part[], int n)
 {
@@ -304,15 +313,19 @@ static int on_side(struct pd_check *c, struct run *r, const struct pd_log_rec *r
     enum pd_state_id id = rec->state;
     const struct pd_state *s = &pd_state[id];
     bool barred;
+    if (s->both && r->seen & PD_BIT(id) && r->at[id].worker != p->name)
+        return 0;               /* how the other end saw it */
     /* What a worker streams to a router has not reached the client yet. */
     uint32_t seen = r->top > r->out_by && r->out.state != PD_ST_FIRST_TOKEN_EARLY ? r->seen & ~OUT : r->seen, mask;
     int rc = 0;
+    if (id == PD_ST_FIRST_TOKEN_EARLY && p->rank > PD_R_WORKER)
+        seen &= ~B(DECODE_STARTED);     /* its worker has begun by now, and the router has not seen anything of it */
     if (s->barred & OUT && id != PD_ST_FIRST_TOKEN_EARLY && r->out.state && (r->out_by >= r->top || r->out.state == PD_ST_FIRST_TOKEN_EARLY)) {
         struct pd_finding f = finding("boundary", run_name(r), &r->out, ref, "%s after the first token went out: only migrated, or an end, may follow",
             state_name(id));
         rc = tell(c, &f, e);
     } else if ((mask = pd_state_clash(id, id == PD_ST_MIGRATED ? r->seen : seen, r->ever, &barred)))
-        rc = out_of_order(c, r, id, mask, barred, ref, e);
+        rc = !barred && workers_elsewhere(r) ? 0 : out_of_order(c, r, id, mask, barred, ref, e);
     if (rc)
         return rc;
     if (s->clears)
@@ -356,6 +369,8 @@ static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *r
             return rc;
     }
     uint32_t mask = again ? PD_BIT(id) : pd_state_clash(id, r->seen, r->ever, &barred);
+    if (mask && !again && !barred && workers_elsewhere(r))
+        mask = 0;
     if (again && (id == PD_ST_STREAMING || (pd_state[id].both && r->at[id].worker != p->name)))
         return 0;               /* more of the stream, or how the other end saw it */
     if (id == PD_ST_ACCEPTED && mask && r->n_parts > 1)
@@ -439,7 +454,7 @@ static int on_run(struct pd_check *c, const struct pd_log_rec *rec, struct proc 
     else if (class == PD_SC_END && p->rank >= r->top) {         /* else: a worker's part of it ended */
         bool barred;
         uint32_t mask = pd_state_clash(id, r->seen, r->ever, &barred);
-        if (mask && (rc = out_of_order(c, r, id, mask, barred, ref, e)))
+        if (mask && (barred || !workers_elsewhere(r)) && (rc = out_of_order(c, r, id, mask, barred, ref, e)))
             return rc;
         r->at[id] = r->last = *ref;
         return end_run(c, r, rec, p, e);

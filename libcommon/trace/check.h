@@ -16,7 +16,8 @@
  * First tokens and positions are judged where they were delivered: by front, else by router, else by the worker.
  *
  * Not a violation, but told (`lost`): what ended with a process that has no `gone`, and what is missing where records were torn. A run whose log begins
- * or ends in another file (an event whose parent is not here; a prefill that handed its KV over) is only counted.
+ * or ends in another file (an event whose parent is not here; a prefill that handed its KV over) is only counted; nor is what workers did missed in the
+ * log of a router that none of theirs is with.
  *
  * Memory: live runs and leases, the last ones that ended, 64 bits each of those before them; and what was found.
  */

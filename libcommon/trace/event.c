@@ -93,6 +93,21 @@ static bool rotate(struct pd_trace *t, size_t more)
     return done;
 }
 
+void pd_trace_record(struct pd_trace *t, const void *rec, size_t len)
+{
+    if (!t)
+        return;
+    if (t->max_bytes && rotate(t, len))
+        pd_trace_process(t, PD_ST_ROTATED);
+    /* One call a record: with O_APPEND several processes' records stand whole beside each other. */
+    ssize_t n;
+    do
+        n = pd_fault("write") ? (errno = ENOSPC, -1) : write(t->fd, rec, len);
+    while (n < 0 && errno == EINTR);
+    if (n != (ssize_t)len)
+        warn_once(t, n < 0 ? strerror(errno) : "a record was written in part");
+}
+
 void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
 {
     if (!t)
@@ -114,17 +129,8 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
         v.mono_us = pd_mono_us();
     if (pd_event_encode(&v, &b, &e))
         warn_once(t, e.msg);
-    else {
-        if (t->max_bytes && rotate(t, b.n))
-            pd_trace_process(t, PD_ST_ROTATED);
-        /* One call a record: with O_APPEND several processes' records stand whole beside each other. */
-        ssize_t n;
-        do
-            n = pd_fault("write") ? (errno = ENOSPC, -1) : write(t->fd, b.p, b.n);
-        while (n < 0 && errno == EINTR);
-        if (n != (ssize_t)b.n)
-            warn_once(t, n < 0 ? strerror(errno) : "a record was written in part");
-    }
+    else
+        pd_trace_record(t, b.p, b.n);
     pd_buf_free(&b);
 }
 

@@ -29,6 +29,8 @@ struct pd_step {
     uint32_t choice, pos, tokens;               /* streaming: what went out; completed: tokens of all choices */
 };
 void pd_trace_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause);
+/* A record of another kind (a route), whole: one msgpack map. */
+void pd_trace_record(struct pd_trace *t, const void *rec, size_t n);
 /* Of the process: PD_ST_READY, PD_ST_DRAINING. */
 void pd_trace_process(struct pd_trace *t, enum pd_state_id state);
 void pd_trace_close(struct pd_trace *t);

@@ -26,9 +26,9 @@ const struct pd_state pd_state[PD_N_STATES] = {
     [PD_ST_FAILED] = { .name = "failed", .class = PD_SC_END, .both = true },
     [PD_ST_BLOCKED] = { .name = "blocked", .class = PD_SC_END, .both = true },
     /* Before the first token reaches the client; retry and fallback are told apart by who computes next. */
-    [PD_ST_FALLBACK] = { .name = "fallback", .class = PD_SC_SIDE, .after = B(ACCEPTED), .barred = OUT | B(FALLBACK), .clears = WORK },
-    [PD_ST_RETRY] = { .name = "retry", .class = PD_SC_SIDE, .after = B(ACCEPTED), .barred = OUT, .clears = B(ROUTE_SELECTED) | WORK },
-    [PD_ST_MIGRATED] = { .name = "migrated", .class = PD_SC_SIDE, .after = OUT | B(DECODE_STARTED), .clears = B(ROUTE_SELECTED) | WORK | OUT },
+    [PD_ST_FALLBACK] = { .name = "fallback", .class = PD_SC_SIDE, .after = B(ACCEPTED), .barred = OUT | B(FALLBACK), .clears = WORK, .both = true },
+    [PD_ST_RETRY] = { .name = "retry", .class = PD_SC_SIDE, .after = B(ACCEPTED), .barred = OUT, .clears = B(ROUTE_SELECTED) | WORK | B(FALLBACK) },
+    [PD_ST_MIGRATED] = { .name = "migrated", .class = PD_SC_SIDE, .after = OUT | B(DECODE_STARTED), .clears = B(ROUTE_SELECTED) | WORK | OUT | B(FALLBACK) },
     [PD_ST_FIRST_TOKEN_EARLY] = { .name = "first_token_early", .class = PD_SC_SIDE, .after = B(PREFILL_COMPLETED) | B(KV_TRANSFER_STARTED),
         .barred = B(DECODE_STARTED) | OUT },
     [PD_ST_LEASE_GRANTED] = { .name = "lease_granted", .class = PD_SC_LEASE },
