@@ -17,6 +17,7 @@ _pd() {
         --kv-dtype) words="f16 f32 bf16" ;;
         --kv) words="inline" ;;
         --on-mismatch) words="recompute fail" ;;
+        --policy) words="aggregated fixed" ;;
         --role) words="both" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
         --chunk | -t | --threads | --block-size | --seed | --epoch | --domain | --bound | --last | --trace-max) return ;;
@@ -46,4 +47,4 @@ _pd() {
     fi
 }
 
-complete -F _pd pd-prefill pd-decode pd-trace pd-bench
+complete -F _pd pd-prefill pd-decode pd-route pd-trace pd-bench

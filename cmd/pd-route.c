@@ -1,0 +1,217 @@
+/* pd-route: requests of many clients in, each given to workers, tokens and results back. Also asks: the ledger of any daemon, which workers fit together. */
+#include <stdio.h>
+#include <unistd.h>
+#include "../libcommon/base/cli.h"
+#include "../libcommon/base/log.h"
+#include "../libcommon/route/matrix.h"
+#include "../libcommon/serve/ask.h"
+#include "../libcommon/serve/register.h"
+#include "../libcommon/serve/router.h"
+#include "../libcommon/wire/endpoint.h"
+#include "../libcommon/wire/frame.h"
+#include "../libcommon/wire/stream.h"
+
+static char **workers, *workers_file, *policy, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *trace, *trace_max, *status_of;
+static int stream, early, check;
+static struct poptOption ask_options[] = {
+    { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)", "ENDPOINT" },
+    { "check", '\0', POPT_ARG_NONE, &check, 0, "print which prefill worker can give KV to which decode worker and exit; 3 when one has no partner", NULL },
+    { "workers", 'w', POPT_ARG_STRING, &workers_file, 0, "of --check: a file of `worker` records (--describe prints them)", "FILE" },
+    POPT_TABLEEND
+};
+static struct poptOption options[] = {
+    { "worker", '\0', POPT_ARG_ARGV, &workers, 0, "a worker to use: unix:PATH; may be repeated. Others dial in (their --register)", "ENDPOINT" },
+    { "policy", '\0', POPT_ARG_STRING, &policy, 0, "aggregated or fixed (default: fixed when there are prefill workers)", "POLICY" },
+    { "stream", '\0', POPT_ARG_NONE, &stream, 0, "send token records to clients that do not say (default: results alone)", NULL },
+    { "early-first-token", '\0', POPT_ARG_NONE, &early, 0, "let the first token out before its KV is verified (default: hold it)", NULL },
+    { "seed", '\0', POPT_ARG_STRING, &seed, 0, "of requests that bring none (default 0)", "N" },
+    { "max-runs", '\0', POPT_ARG_STRING, &max_runs, 0, "runs in hand at once; who brings one more is not read meanwhile (default 4096)", "N" },
+    { "attempts", '\0', POPT_ARG_STRING, &attempts, 0, "decode workers that a run may lose before its first token goes out (default 4)", "N" },
+    { "wait", '\0', POPT_ARG_STRING, &wait_, 0, "how long a run waits when nobody may have it, then it is blocked (default 10s)", "TIME" },
+    { "suspect-after", '\0', POPT_ARG_STRING, &suspect, 0, "a worker that is silent for so long gets nothing new (default 3s)", "TIME" },
+    { "gone-after", '\0', POPT_ARG_STRING, &gone, 0, "a worker that is silent for so long counts as gone (default 10s)", "TIME" },
+    { "idempotency-ttl", '\0', POPT_ARG_STRING, &key_ttl, 0, "how long what became of an idempotency_key is kept (default 10m)", "TIME" },
+    { "trace", '\0', POPT_ARG_STRING, &trace, 0, "append events and routes to FILE", "FILE" },
+    { "trace-max", '\0', POPT_ARG_STRING, &trace_max, 0, "begin a new trace file past this size; the old one becomes FILE.1 (default: never)", "SIZE" },
+    { NULL, '\0', POPT_ARG_INCLUDE_TABLE, ask_options, 0, "To ask:", NULL },
+    PD_DAEMON_OPTIONS,
+    PD_CLI_COMMON
+};
+
+static bool wants(const char *format) { return pd_cli.format && !strcmp(pd_cli.format, format); }
+
+/* Records to -o: msgpack as they are, or JSON Lines. */
+static int print_records(const uint8_t *p, size_t n, struct pd_err *e)
+{
+    struct pd_endpoint out = { .fd = -1 };
+    struct pd_wstream *ws = NULL;
+    const char *to = pd_cli.out ? pd_cli.out : "-";
+    int64_t connect_us = pd_cli_connect_us(e);
+    int rc = connect_us < 0 ? e->code : pd_endpoint_open_out(to, connect_us, &out, e);
+    if (rc == 0 && !wants("json") && isatty(out.fd))
+        rc = pd_fail(e, PD_EUSAGE, "-o: records are binary and the output is a terminal (use --format json, -o FILE, or a pipe)");
+    rc = rc ? rc : pd_wstream_new(out.fd, wants("json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e);
+    for (size_t at = 0, len = 0; rc == 0 && at < n; at += len) {
+        struct pd_frame_scan scan = { 0 };
+        rc = pd_frame_next(&scan, p + at, n - at, SIZE_MAX / 2, &len, e);
+        rc = rc == 1 ? pd_wstream_put(ws, p + at, len, e) : pd_fail(e, PD_ECORRUPT, "what was answered is no record");
+    }
+    int rc2 = ws ? pd_wstream_close(ws, rc == 0 ? e : NULL) : 0;
+    rc = rc ? rc : rc2;
+    rc = rc ? rc : pd_endpoint_commit(&out, e);
+    pd_endpoint_abort(&out);
+    return rc;
+}
+
+static int print_text(const struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_endpoint out = { .fd = -1 };
+    struct pd_wstream *ws = NULL;
+    const char *to = pd_cli.out ? pd_cli.out : "-";
+    int rc = pd_endpoint_open_out(to, 0, &out, e);
+    rc = rc ? rc : pd_wstream_new(out.fd, PD_FMT_MSGPACK, false, to, &ws, e);
+    rc = rc ? rc : pd_wstream_raw(ws, b->p, b->n, e);
+    int rc2 = ws ? pd_wstream_close(ws, rc == 0 ? e : NULL) : 0;
+    rc = rc ? rc : rc2;
+    rc = rc ? rc : pd_endpoint_commit(&out, e);
+    pd_endpoint_abort(&out);
+    return rc;
+}
+
+static int print_status(struct pd_err *e)
+{
+    struct pd_buf rec = { 0 }, text = { 0 };
+    int64_t us = pd_cli_connect_us(e);
+    int rc = us < 0 ? e->code : wants("msgpack") ? pd_ask_workers(status_of, us, &rec, e) : pd_ask_status(status_of, us, &rec, e);
+    if (rc == 0 && pd_cli.format)
+        rc = print_records(rec.p, rec.n, e);
+    else if (rc == 0 && (rc = pd_status_text(rec.p, rec.n, &text, e)) == 0)
+        rc = print_text(&text, e);
+    pd_buf_free(&rec);
+    pd_buf_free(&text);
+    return rc;
+}
+
+/* The workers that --check is about: of the file, and of the daemons named, routers or workers. */
+static int gather(struct pd_arena *mem, struct pd_worker_rec **w, uint32_t *n, struct pd_err *e)
+{
+    struct pd_worker_rec *all = NULL, *of_file = NULL;
+    struct pd_buf recs = { 0 };
+    uint32_t n_file = 0, cap = 0;
+    int64_t us = pd_cli_connect_us(e);
+    int rc = us < 0 ? e->code : 0;
+    if (rc == 0 && workers_file)
+        rc = pd_workers_read(workers_file, mem, &of_file, &n_file, e);
+    for (int i = 0; rc == 0 && workers && workers[i]; i++)
+        rc = pd_ask_workers(workers[i], us, &recs, e);
+    for (size_t at = 0, len = 0; rc == 0 && at < recs.n; at += len, cap++) {
+        struct pd_frame_scan scan = { 0 };
+        rc = pd_frame_next(&scan, recs.p + at, recs.n - at, SIZE_MAX / 2, &len, e) == 1 ? 0 : PD_ECORRUPT;
+    }
+    if (rc == 0 && !(all = pd_arena_alloc(mem, cap + n_file + 1, sizeof *all, e)))
+        rc = PD_ENOMEM;
+    if (rc == 0 && n_file)
+        memcpy(all, of_file, n_file * sizeof *all);
+    *n = n_file;
+    for (size_t at = 0, len = 0; rc == 0 && at < recs.n; at += len) {
+        struct pd_frame_scan scan = { 0 };
+        pd_frame_next(&scan, recs.p + at, recs.n - at, SIZE_MAX / 2, &len, e);
+        rc = pd_worker_rec_decode(recs.p + at, len, mem, &all[*n], e);
+        *n += rc == 0;
+    }
+    pd_buf_free(&recs);
+    *w = all;
+    return rc;
+}
+
+static int print_matrix(struct pd_err *e)
+{
+    struct pd_arena mem = { 0 };
+    struct pd_worker_rec *w = NULL;
+    struct pd_matrix m = { 0 };
+    struct pd_buf out = { 0 };
+    uint32_t n = 0;
+    if (!workers && !workers_file)
+        return pd_fail(e, PD_EUSAGE, "--check: of which workers? (add -w FILE, or --worker unix:PATH of workers or of their router)");
+    int rc = gather(&mem, &w, &n, e);
+    rc = rc ? rc : pd_matrix_make(w, n, &m, e);
+    if (rc == 0 && pd_cli.format)
+        rc = (rc = pd_matrix_records(&m, &out, e)) ? rc : print_records(out.p, out.n, e);
+    else if (rc == 0)
+        rc = (rc = pd_matrix_text(&m, &out, e)) ? rc : print_text(&out, e);
+    rc = rc ? rc : pd_matrix_needed(&m, e);
+    pd_matrix_free(&m);
+    pd_buf_free(&out);
+    pd_arena_free(&mem);
+    return rc;
+}
+
+static int a_number(const char *name, const char *text, int64_t lo, int64_t hi, int64_t *v, struct pd_err *e)
+{
+    return text && pd_parse_int(text, lo, hi, v, e) < 0 ? pd_err_prefix(e, "%s", name) : 0;
+}
+
+static int a_time(const char *name, const char *text, int64_t *us, struct pd_err *e)
+{
+    if (text && pd_parse_duration(text, us, e) < 0)
+        return pd_err_prefix(e, "%s", name);
+    return text && *us < 1000 ? pd_fail(e, PD_EUSAGE, "%s: '%s' is too short (1ms or more)", name, text) : 0;
+}
+
+static int serve(struct pd_err *e)
+{
+    struct pd_router_opts o = { .worker = (const char *const *)workers, .policy_given = policy != NULL, .stream = stream, .early = early };
+    struct pd_daemon_opts d = { .role = "route" };
+    struct pd_trace *t = NULL;
+    char name[80], host[64] = "host";
+    int64_t runs = 0, tries = 0, rotate = 0, max = pd_cli_max_record(e);
+    int rc = max < 0 ? e->code : pd_daemon_from_cli(&d, e);
+    if (rc == 0 && policy && !pd_policy_find(policy, &o.policy))
+        rc = pd_fail(e, PD_EUSAGE, "--policy: '%s' is not known (aggregated or fixed)", policy);
+    if (rc || (rc = a_number("--seed", seed, 0, INT64_MAX, &o.seed, e)) || (rc = a_number("--max-runs", max_runs, 1, 1000000, &runs, e)) ||
+        (rc = a_number("--attempts", attempts, 1, 100, &tries, e)) || (rc = a_time("--wait", wait_, &o.wait_us, e)) ||
+        (rc = a_time("--suspect-after", suspect, &o.suspect_us, e)) || (rc = a_time("--gone-after", gone, &o.gone_us, e)) ||
+        (rc = a_time("--idempotency-ttl", key_ttl, &o.key_ttl_us, e)))
+        return rc;
+    if (trace_max && (pd_parse_size(trace_max, &rotate, e) < 0 || rotate < 4096))
+        return pd_fail(e, PD_EUSAGE, "--trace-max: '%s' is not a size of 4KiB or more (example: --trace-max 64MiB)", trace_max);
+    o.max_runs = (uint32_t)runs;
+    o.attempts = (int)tries;
+    o.max_record = d.max_record = (size_t)max;
+    gethostname(host, sizeof host - 1);
+    snprintf(name, sizeof name, "route@%.63s:%d", host, (int)getpid());
+    d.worker = name;
+    if ((rc = pd_trace_open(trace, name, "route", &t, e)) < 0)
+        return rc;
+    pd_trace_limit(t, (uint64_t)rotate);
+    o.trace = t;
+    rc = pd_router_serve(&o, &d, e);
+    pd_trace_close(t);
+    return rc;
+}
+
+static int run(const char **args, int *status, struct pd_err *e)
+{
+    if (args[0])
+        return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected", args[0]);
+    if (pd_cli.in)
+        return pd_fail(e, PD_EUSAGE, "-i: nothing is read (clients come to --listen unix:PATH)");
+    if (pd_cli.format && strcmp(pd_cli.format, "json") && strcmp(pd_cli.format, "msgpack"))
+        return pd_fail(e, PD_EUSAGE, "--format: '%s' is unknown (json or msgpack)", pd_cli.format);
+    if ((status_of != NULL) + (check != 0) + (pd_daemon_cli.listen != NULL) > 1)
+        return pd_fail(e, PD_EUSAGE, "--status, --check and --listen exclude each other");
+    if (status_of)
+        return print_status(e);
+    if (check)
+        return print_matrix(e);
+    if (!pd_daemon_cli.listen)
+        return pd_fail(e, PD_EUSAGE, "nothing to do (example: pd-route --listen unix:R --worker unix:P0 --worker unix:D0)");
+    if (pd_cli.out || pd_cli.format || workers_file)
+        return pd_fail(e, PD_EUSAGE, "--listen: -o, --format and -w are for --status and --check (each client has the form that it writes)");
+    return serve(e);
+}
+
+int main(int argc, char **argv)
+{
+    return pd_cli_main("pd-route", options, "--listen unix:R --worker unix:P0 --worker unix:D0", argc, argv, NULL, run);
+}

@@ -1,0 +1,145 @@
+/* Inside the router, shared by its files: router.c (daemon, workers, metrics), router_run.c (what becomes of a run), router_client.c (clients and what they
+ * are sent), router_key.c (idempotency keys). Everything is the loop thread's. */
+#ifndef PD_SERVE_ROUTER_IN_H
+#define PD_SERVE_ROUTER_IN_H
+#include "../base/seen.h"
+#include "../trace/keyed.h"
+#include "../wire/routing.h"
+#include "../wire/value.h"
+#include "router.h"
+#include "upstream.h"
+
+#define PD_RT_TRIED 16
+enum { PD_RT_MAX_MIGRATIONS = 2, PD_RT_CANCEL_US = 1000000, PD_RT_GRACE_US = 500000, PD_RT_SWEEP_US = 10000, PD_RT_NO_P_US = 1000000 };
+
+/* A worker. */
+struct pd_rt_worker {
+    struct pd_router *r;
+    struct pd_member *m;
+    struct pd_upstream *u;
+    struct pd_conn *reg;        /* it registered over this one; NULL: it is asked, or the connection has ended */
+    bool draining, told_silent;
+    struct pd_rt_worker *next;
+};
+
+/* Who gets a run's records. Lives until all of them are put, also after the run. */
+struct pd_rt_listener {
+    struct pd_rt_listener *next_of_run, *next, **prev;  /* next, prev: of its client */
+    struct pd_rt_client *k;
+    struct pd_rt_run *run;      /* NULL: it has ended */
+    bool stream;
+    char name[PD_RUN_LEN + 1];
+    struct pd_buf id;           /* its own `id`, raw, when it joined a run with another one; `other` then */
+    bool other;
+    struct pd_buf pending; size_t at;   /* records that wait for room */
+};
+
+struct pd_rt_client { struct pd_conn *c; struct pd_rt_listener *first; size_t waiting; bool held; struct pd_rt_client *next_held; };
+
+struct pd_rt_choice {
+    uint32_t sent;              /* tokens that have come, position after position */
+    struct pd_buf tokens, text; /* int32 */
+    struct pd_buf carry;        /* text of a first token that went out early, without it */
+    uint32_t told;              /* of sent: in the trace */
+    bool done;
+    uint32_t total;             /* of its result */
+};
+
+struct pd_rt_run {
+    struct pd_node node;        /* by name */
+    char name[PD_RUN_LEN + 1];
+    struct pd_rt_run *next_queued, **prev_queued;       /* prev NULL: not queued */
+    struct pd_rt_listener *listeners;
+    struct pd_buf body; uint32_t body_pairs;            /* the request as pairs, less what is set anew each time it is sent */
+    struct pd_buf id;
+    uint64_t body_hash;
+    uint8_t token[16]; bool has_token;
+    struct pd_need need;
+    struct pd_buf adapter;
+    struct pd_rt_choice *choice;
+    uint32_t n, n_done;
+    bool stream_up, logprobs;   /* workers are asked for tokens */
+    struct pd_rt_key *key;
+    /* times, mono us; 0: none */
+    int64_t t_accept, t_sent, t_first, deadline_us, queue_us, first_us, none_since, cancel_us;
+    /* the attempt */
+    struct pd_rt_worker *d, *p;
+    struct pd_share d_share, p_share;
+    bool p_done, early, sign;   /* prefill has answered; first token may go out early; something came from d */
+    enum pd_mode mode;
+    uint8_t op[16]; bool has_op;
+    uint32_t attempt, p_tries, failures, migrations;
+    struct pd_tried tried[PD_RT_TRIED]; int n_tried;
+    struct pd_buf fallback;     /* text, NUL-ended */
+    int like; char numerics[48];        /* migration */
+    bool delivered;             /* something went out to a client: only migration or an end may follow */
+    struct pd_buf held;         /* results that go out together (n > 1) */
+    struct pd_buf why;          /* the cause of its failure, for the trace */
+    bool failed, cancelled, cancelling;
+    const char *cancel_cause;
+};
+
+struct pd_router {
+    struct pd_router_opts o;
+    struct pd_daemon *d;
+    struct pd_loop *l;
+    struct pd_registry reg;
+    struct pd_rt_worker *workers;
+    struct pd_decision decision;        /* the last one */
+    struct pd_keyed runs;
+    struct pd_rt_run *queue, **queue_last;
+    uint32_t n_runs, n_queued;
+    struct pd_rt_client *held, **last_held;
+    struct pd_seen seen;
+    struct pd_keyed keys; size_t key_bytes;
+    struct pd_timer *sweep;
+    bool sweeping, dispatching, dispatch_again, policy_known;
+    int64_t since, next_dispatch;
+    struct pd_buf scratch;
+    struct pd_metric *m_runs, *m_queue, *m_ends[5], *m_modes[3], *m_retry[3] /* prefill, decode, local */, *m_migrated, *m_joined, *m_dropped, *m_ttft, *m_e2e, *m_wait, *m_disagree;
+};
+
+/* ---- router_run.c ---- */
+/* A request became a run: it is routed at once, or waits; it may have ended on return. */
+int pd_rt_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_err *e);
+void pd_rt_dispatch(struct pd_router *r);       /* those that wait, as far as somebody may have them */
+void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_rec *rec);
+void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err *why);
+void pd_rt_drains(struct pd_router *r, struct pd_rt_worker *w);
+void pd_rt_cancel(struct pd_router *r, struct pd_rt_run *run, const char *cause);
+void pd_rt_sweep(struct pd_router *r, int64_t now);
+void pd_rt_end_all(struct pd_router *r);        /* at the end of the process: each run has an end in the trace */
+void pd_rt_run_free(struct pd_router *r, struct pd_rt_run *run);
+struct pd_rt_run *pd_rt_find(struct pd_router *r, const char *name, size_t n);
+void pd_rt_wake(struct pd_router *r);           /* the sweep runs while there is something to look at */
+
+/* ---- router_client.c ---- */
+extern const struct pd_conn_cb pd_rt_client_cb; /* ctx: the router */
+int pd_rt_listen(struct pd_router *r, struct pd_rt_client *k, struct pd_rt_run *run, const char *name, bool stream, struct pd_rt_listener **out, struct pd_err *e);
+void pd_rt_put(struct pd_router *r, struct pd_rt_listener *l, const void *rec, size_t n);
+void pd_rt_put_all(struct pd_router *r, struct pd_rt_run *run, const void *recs, size_t n, bool tokens);      /* records, one after the other */
+void pd_rt_leave(struct pd_router *r, struct pd_rt_run *run);   /* the run has ended: its listeners get what waits, and go */
+void pd_rt_listener_over(struct pd_router *r, struct pd_rt_listener *l);
+void pd_rt_client_free(struct pd_rt_client *k);         /* at the end of the process */
+void pd_rt_let_read(struct pd_router *r);
+int pd_rt_on_cancel(void *ctx, const struct pd_rec *rec, const char **state, struct pd_err *e);
+void pd_rt_refuse(struct pd_router *r, struct pd_conn *c, const struct pd_request *q, const struct pd_err *why);
+
+/* ---- router_key.c ---- */
+struct pd_rt_key {
+    struct pd_node node;        /* by a hash of the key */
+    char *key; size_t n_key;
+    uint64_t body_hash;
+    struct pd_rt_run *run;      /* NULL: it has ended */
+    char name[PD_RUN_LEN + 1];
+    struct pd_buf tokens, results;
+    int64_t expires_us;
+};
+struct pd_rt_key *pd_rt_key_find(struct pd_router *r, struct pd_str key);
+int pd_rt_key_new(struct pd_router *r, struct pd_str key, struct pd_rt_run *run, struct pd_err *e);
+void pd_rt_key_log(struct pd_router *r, struct pd_rt_run *run, const void *rec, size_t n, bool token);
+void pd_rt_key_restart(struct pd_router *r, struct pd_rt_run *run);     /* nothing of it counts: the run begins again */
+void pd_rt_key_end(struct pd_router *r, struct pd_rt_run *run, bool keep);
+void pd_rt_key_sweep(struct pd_router *r, int64_t now);
+void pd_rt_keys_free(struct pd_router *r);
+#endif

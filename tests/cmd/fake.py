@@ -1,0 +1,270 @@
+"""Workers that do as a test says, and clients: for the router's tests. A fake worker registers, beats, and hands each request to `serve`; what real ones do with
+tokens it imitates: token i of a prompt is a function of prompt and i alone, so that whoever computes it gets the same."""
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import zlib
+
+import msgpack
+
+import tap
+from tap import B
+
+FP = {"arch": "fake", "layers": 2, "rope_theta": 10000.0, "weights_digest": b"\1" * 32, "block_size": 16, "numerics": "fake-1", "software": "pd 0.1"}
+
+
+def tokens_of(req, choice=0):
+    """What the model says."""
+    key = zlib.crc32(str(req.get("prompt", req.get("token_ids"))).encode()) + choice
+    return [(key + 7919 * i) % 50000 for i in range(req.get("max_tokens", 4))]
+
+
+def text_of(token):
+    return f" t{token}"
+
+
+class Conn:
+    def __init__(self, sock):
+        self.s, self.lock, self.u = sock, threading.Lock(), msgpack.Unpacker(strict_map_key=False)
+
+    def put(self, *records):
+        with self.lock:
+            try:
+                self.s.sendall(b"".join(msgpack.packb(r) for r in records))
+            except OSError:
+                pass
+
+    def records(self):
+        while True:
+            try:
+                data = self.s.recv(65536)
+            except OSError:
+                return
+            if not data:
+                return
+            self.u.feed(data)
+            yield from self.u
+
+    def close(self, linger=True):
+        try:
+            self.s.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.s.close()
+
+
+class Fake:
+    count = 0
+
+    def __init__(self, where, role="both", serve=None, register=None, epoch=0, fp=None, beat=0.05, numerics="fake-1", max_runs=64, blocks=4096, context=65536, load=None, start=True):
+        Fake.count += 1
+        self.path, self.role, self.epoch, self.beat_s, self.register = where, role, epoch, beat, register
+        self.name = f"{role}@fake:{Fake.count}"
+        self.fp = dict(FP, **(fp or {}))
+        self.numerics = self.fp["numerics"] = numerics
+        self.capacity = {"blocks": blocks, "block_size": 16, "max_seqs": 8, "max_runs": max_runs, "context": context}
+        self.load = dict({k: 0 for k in ("runs", "waiting", "seqs", "blocks_used", "blocks_leased", "prefill_tokens_ahead", "kv_tokens")}, **(load or {}))
+        self.serve = serve or Fake.whole
+        self.state, self.beats, self.life = "ready", True, os.urandom(8)
+        self.requests, self.cancels, self.conns, self.seq = [], [], [], 0
+        self.alive = False
+        if start:
+            self.start()
+
+    def start(self):
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.bind(self.path)
+        self.sock.listen(64)
+        self.alive = True
+        threading.Thread(target=self.accept, args=(self.sock,), daemon=True).start()
+        if self.register:
+            threading.Thread(target=self.dial_in, daemon=True).start()
+        return self
+
+    def record(self):
+        self.seq += 1
+        fields = msgpack.packb(self.fp)
+        return {"pd": "worker", "v": 1, "worker": self.name, "role": self.role, "state": self.state, "model_revision": "fake@000000000000",
+                "fingerprint": {"sha": hashlib.sha256(fields).digest(), "fields": self.fp},
+                "layout": {"layout_hash": b"\0" * 8, "block_size": 16, "layers": 2, "kv_heads": 1, "head_dim": 16, "dtype": "f16", "order": "HND"},
+                "parallel": {"tp": 1, "pp": 1, "ep": 1}, "adapters": [], "capacity": self.capacity, "load": self.load, "domain": "local", "via": ["shm", "inline"],
+                "caps": [], "epoch": self.epoch, "numerics": self.numerics, "listen": "unix:" + self.path, "life": self.life, "pid": os.getpid(),
+                "beat_us": int(self.beat_s * 1e6), "seq": self.seq}
+
+    def beat(self, c):
+        while self.alive and c.s.fileno() >= 0:
+            if self.beats:
+                c.put(self.record())
+            time.sleep(self.beat_s)
+
+    def dial_in(self):
+        s = socket.socket(socket.AF_UNIX)
+        s.connect(self.register)
+        c = Conn(s)
+        self.conns.append(c)
+        self.beat(c)
+
+    def accept(self, sock):
+        while self.alive:
+            try:
+                s, _ = sock.accept()
+            except OSError:
+                return
+            c = Conn(s)
+            self.conns.append(c)
+            threading.Thread(target=self.read, args=(c,), daemon=True).start()
+
+    def read(self, c):
+        for r in c.records():
+            kind = r.get("pd", "request")
+            if kind == "status":
+                threading.Thread(target=self.beat, args=(c,), daemon=True).start()
+            elif kind == "cancel":
+                self.cancels.append(r)
+                self.on_cancel(c, r)
+            elif kind == "request":
+                self.requests.append(r)
+                threading.Thread(target=self.serve, args=(self, c, r), daemon=True).start()
+        if c in self.conns:
+            self.conns.remove(c)
+
+    def on_cancel(self, c, r):
+        c.put(self.result({"run": r["run"]}, [], finish="cancelled"))
+
+    def die(self):
+        """As a killed process: everything closes."""
+        self.alive = False
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.sock.close()
+        for c in list(self.conns):
+            c.close()
+        self.conns.clear()
+
+    # ---- what workers say ----
+
+    @staticmethod
+    def token(req, pos, choice=0, of=None):
+        t = (of or tokens_of(req, choice))[pos]
+        r = {"pd": "token", "v": 1, "run": req["run"]}
+        if choice:
+            r["choice"] = choice
+        return dict(r, pos=pos, token=t, text=text_of(t), t_us=1)
+
+    def result(self, req, tokens, choice=0, finish="length", **more):
+        r = {"pd": "result", "v": 1, "run": req["run"]}
+        if "id" in req:
+            r["id"] = req["id"]
+        route = req.get("route", {})
+        return dict(r, choice=choice, text="".join(text_of(t) for t in tokens), tokens=tokens, prompt_tokens=3, completion_tokens=len(tokens), cached_tokens=0,
+                    transferred_tokens=0, recomputed_tokens=0, finish_reason=finish, mode=route.get("mode", "aggregated"), fallback=route.get("fallback"), ttft_ms=1.5,
+                    tpot_ms=0.5, e2e_ms=2.5, kv_bytes=0, kv_ms=0.0, prefill_worker=(route.get("p") or {}).get("worker"), decode_worker=self.name, **more)
+
+    def whole(self, c, req, first=0, until=None, results=True):
+        """Decode it all: the tokens (from `first` on, `until` before) and the results."""
+        resume = req.get("route", {}).get("resume")
+        first = max(first, len(resume) // 4 if resume else 0)
+        for choice in range(req.get("n", 1)):
+            t = tokens_of(req, choice)
+            if req.get("stream"):
+                c.put(*[Fake.token(req, i, choice, t) for i in range(first, len(t) if until is None else until)])
+            if results:
+                c.put(self.result(req, t, choice))
+
+    def error(self, c, req, action, message="no", klass="failed"):
+        c.put({"pd": "error", "v": 1, "run": req["run"], "class": klass, "code": 1, "message": message, "action": action})
+        if self.role != "prefill":
+            c.put(self.result(req, [], finish="error"))
+
+
+def silent(self, c, req):
+    """Takes it, and says nothing."""
+
+
+class Router:
+    def __init__(self, where, *args, workers=()):
+        self.path, self.trace = where, where + ".trace"
+        r, w = os.pipe()
+        self.err = open(where + ".err", "w+b")
+        self.p = subprocess.Popen([f"{B}/bin/pd-route", "--listen", f"unix:{where}", "--ready-fd", str(w), "--trace", self.trace,
+                                   *[x for k in workers for x in ("--worker", f"unix:{k.path}")], *args],
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.err, pass_fds=[w])
+        os.close(w)
+        with os.fdopen(r, "rb") as f:
+            self.ready = f.readline()
+        self.until("workers_ready", len(workers))
+
+    def dial(self):
+        s = socket.socket(socket.AF_UNIX)
+        s.settimeout(30)
+        s.connect(self.path)
+        return s
+
+    def client(self, *records):
+        c = Conn(self.dial())
+        c.put(*records)
+        return c
+
+    def ask(self, *records):
+        """All answers, the client half-closed."""
+        c = self.client(*records)
+        c.s.shutdown(socket.SHUT_WR)
+        got = list(c.records())
+        c.s.close()
+        return got
+
+    def ledger(self):
+        return self.ask({"pd": "status", "v": 1})[0]["ledger"]
+
+    def until(self, key, want, seconds=10):
+        end = time.time() + seconds
+        while (got := self.ledger()[key]) != want and time.time() < end:
+            time.sleep(0.01)
+        return got == want
+
+    def stop(self, sig=signal.SIGTERM):
+        self.p.send_signal(sig)
+        try:
+            rc = self.p.wait(30)
+        except subprocess.TimeoutExpired:
+            self.p.kill()
+            rc = -1
+        self.err.seek(0)
+        return rc, self.err.read().decode()
+
+    def events(self):
+        return [r for r in tap.records(tap.run([f"{B}/bin/pd-trace", "cat", self.trace]).stdout)]
+
+
+def results(got):
+    return [r for r in got if r["pd"] == "result"]
+
+
+def tokens(got, choice=0):
+    return [(r["pos"], r["token"], r["text"]) for r in got if r["pd"] == "token" and r.get("choice", 0) == choice]
+
+
+def right(got, req, choice=0):
+    """Every position once, in order, and one result that says the same."""
+    want = tokens_of(req, choice)
+    res = [r for r in results(got) if r.get("choice", 0) == choice]
+    return (len(res) == 1 and res[0]["tokens"] == want and res[0]["finish_reason"] == "length" and
+            [t[:2] for t in tokens(got, choice)] == (list(enumerate(want)) if req.get("stream") else []) and
+            (not req.get("stream") or "".join(t[2] for t in tokens(got, choice)) == res[0]["text"]))
+
+
+def until(cond, seconds=10):
+    end = time.time() + seconds
+    while not cond() and time.time() < end:
+        time.sleep(0.005)
+    return bool(cond())
