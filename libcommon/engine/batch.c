@@ -56,6 +56,12 @@ void pd_batch_free(struct pd_batch *b)
     pd_free(b);
 }
 
+struct pd_batch_opts pd_batch_opts_of(const struct pd_runtime *rt)
+{
+    return (struct pd_batch_opts){ .chunk = rt->chunk, .max_seqs = rt->max_seqs, .prefix = rt->prefix, .priority_us = rt->serving ? PD_PRIORITY_US : 0,
+                                   .timeouts = rt->serving };
+}
+
 bool pd_batch_busy(const struct pd_batch *b) { return b->head != NULL; }
 
 struct pd_batch_stats pd_batch_stats(const struct pd_batch *b)
@@ -131,9 +137,14 @@ static void take_cached(struct pd_batch *b, struct pd_seq *s)
 
 static void list_add(struct pd_batch *b, struct pd_seq *s)
 {
-    s->next = NULL;
-    *b->tail = s;
-    b->tail = &s->next;
+    struct pd_seq **at = b->tail;
+    if (b->o.priority_us)
+        for (at = &b->head; *at && (*at)->run->age <= s->run->age;)
+            at = &(*at)->next;
+    s->next = *at;
+    *at = s;
+    if (!s->next)
+        b->tail = &s->next;
     b->st.seqs++;
 }
 
@@ -287,6 +298,17 @@ int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **
         goto out;
     *r = (struct pd_run){ .req = j->req, .user = j->user, .n_prompt = j->n_prompt, .n_seqs = (uint32_t)j->req->n, .n_open = (uint32_t)j->req->n,
                           .prefill_only = j->prefill_only, .keep_out = j->keep_out, .t_submit = pd_mono_us() };
+    if (b->o.priority_us) {
+        int64_t steps = !(j->req->has & PD_RQ_PRIORITY) ? 0 : j->req->priority > 100 ? 100 : j->req->priority < -100 ? -100 : j->req->priority;
+        r->age = r->t_submit - j->spent_us - steps * b->o.priority_us;
+    }
+    if (b->o.timeouts && (rc = pd_timeouts_read(j->req, &r->timeouts, e)) < 0)
+        goto out;
+    rc = PD_ENOMEM;
+    if (r->timeouts.queue)
+        r->timeouts.queue += r->t_submit - j->spent_us;
+    if (r->timeouts.first_token)
+        r->timeouts.first_token += r->t_submit - j->spent_us;
     if (j->req->has & PD_RQ_DEADLINE)
         r->deadline = r->t_submit - j->spent_us + j->req->deadline_ms * 1000;
     if (!(r->seq = pd_calloc(r->n_seqs, sizeof *r->seq, "run", e))) {
@@ -381,30 +403,48 @@ static bool start(struct pd_batch *b, struct pd_seq *s)
     return false;
 }
 
-/* Runs past their deadline end; nobody waits for them any more. */
+/* The time that ran out for s, in *why. */
+static bool is_late(const struct pd_seq *s, int64_t now, struct pd_err *why)
+{
+    const struct pd_run *r = s->run;
+    const struct pd_timeouts *t = &r->timeouts;
+    struct pd_timeouts asked;
+    if (r->deadline && now >= r->deadline)
+        return pd_fail(why, PD_ETIME, "the deadline of %lld ms has passed, %u tokens were made", (long long)r->req->deadline_ms, pd_seq_n(s) - r->n_prompt);
+    if (r->t_first || !(t->queue | t->prefill | t->first_token) || pd_timeouts_read(r->req, &asked, NULL) < 0)
+        return false;
+    if (t->queue && !r->t_start && now >= t->queue)
+        return pd_fail(why, PD_ETIME, "timed out in stage queue: %lld ms passed and its prompt was not begun (timeouts_ms.queue)", (long long)asked.queue / 1000);
+    if (t->prefill && r->t_start && now >= r->t_start + t->prefill)
+        return pd_fail(why, PD_ETIME, "timed out in stage prefill: after %lld ms %u of %u tokens of its prompt are computed (timeouts_ms.prefill)",
+                       (long long)asked.prefill / 1000, s->n_kv, r->n_prompt);
+    if (t->first_token && now >= t->first_token)
+        return pd_fail(why, PD_ETIME, "timed out in stage first_token: %lld ms passed without one (timeouts_ms.first_token)", (long long)asked.first_token / 1000);
+    return false;
+}
+
+/* Runs past their time end; nobody waits for them any more. */
 static void end_late(struct pd_batch *b)
 {
     int64_t now = pd_mono_us();
+    struct pd_err why;
     for (struct pd_seq *s = b->head, *next; s; s = next) {
         next = s->next;
-        if (!s->run->deadline || now < s->run->deadline)
-            continue;
-        struct pd_err why;
-        pd_fail(&why, PD_ETIME, "the deadline of %lld ms has passed, %u tokens were made", (long long)s->run->req->deadline_ms, pd_seq_n(s) - s->run->n_prompt);
-        fail_seq(b, s, &why);
+        if (is_late(s, now, &why))
+            fail_seq(b, s, &why);
     }
 }
 
 static void plan_step(struct pd_batch *b)
 {
     uint32_t budget = b->o.chunk;
+    bool waits = false;         /* a prefill-only run does: those behind it do not begin, so that runs leave in their order and a large one is not starved */
     b->n_spans = 0;
     for (struct pd_seq *s = b->head, *next; s && b->n_spans < b->o.max_seqs; s = next) {
         next = s->next;
-        bool starts = !s->blocks.n, ready = budget || pd_seq_n(s) - s->n_kv == 1;
+        bool starts = !s->blocks.n, ready = (budget || pd_seq_n(s) - s->n_kv == 1) && !(starts && waits && s->run->prefill_only);
         if (!ready || (starts && !start(b, s))) {
-            if (s->run->prefill_only)   /* later ones do not overtake: runs leave in the order they came, and a large one is not starved */
-                break;
+            waits |= s->run->prefill_only;
             continue;
         }
         uint32_t cached = starts ? s->n_kv : 0, pending = pd_seq_n(s) - s->n_kv, rows = pending == 1 ? 1 : pending < budget ? pending : budget;

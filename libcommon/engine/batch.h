@@ -4,6 +4,9 @@
  * first, runs the forward pass, samples, and reports through the callbacks. When blocks run out the youngest sequence is preempted: its blocks are put back
  * and it is recomputed later from its tokens, to the same bits.
  *
+ * With priority_us set (daemons) a request's priority makes it that much older a step, 100 steps at the most: so it is begun, computed and given blocks before
+ * those of lower priority that came before it by less, and preempted after them; and who waits grows older like all, so that nobody starves.
+ *
  * A run is one request: one prompt, n choices. Its choices share the prompt's full blocks; the last, partial one is copied.
  *
  * With a prefix index (kv/prefix) a sequence starts after the part of its tokens that is there, at least its last one being computed; and what it computed is
@@ -15,6 +18,7 @@
 #define PD_ENGINE_BATCH_H
 #include "../kv/prefix.h"
 #include "forward.h"
+#include "runtime.h"
 #include "sampler.h"
 
 struct pd_seq {                 /* one choice of a run */
@@ -24,7 +28,7 @@ struct pd_seq {                 /* one choice of a run */
     uint32_t n_kv;              /* tokens whose KV is in the blocks */
     struct pd_buf blocks, base; /* uint32 block numbers; uint8_t* base pointers */
     bool done, started;
-    struct pd_seq *next;        /* in the batch's list, by age */
+    struct pd_seq *next;        /* in the batch's list, oldest first */
 };
 
 struct pd_run {
@@ -37,6 +41,8 @@ struct pd_run {
     struct pd_seq *seq;         /* [n_seqs] */
     uint32_t preempted;         /* times */
     int64_t t_submit, t_start, t_first;         /* mono us; 0: not yet */
+    int64_t age;                /* the batch's order: smaller first */
+    struct pd_timeouts timeouts;        /* mono us at which queue and first_token end; prefill as it came */
     int64_t deadline;           /* mono us, 0: none; past it every choice ends with PD_ETIME */
 };
 
@@ -52,7 +58,14 @@ struct pd_batch_cb {
     void (*started)(void *ctx, struct pd_run *r);
 };
 
-struct pd_batch_opts { uint32_t chunk, max_seqs; struct pd_prefix *prefix /* over the same pool, or NULL */; };
+#define PD_PRIORITY_US 10000000  /* daemons: a step of priority is worth ten seconds of waiting */
+struct pd_batch_opts {
+    uint32_t chunk, max_seqs;
+    struct pd_prefix *prefix;   /* over the same pool, or NULL */
+    int64_t priority_us;        /* 0: by arrival alone */
+    bool timeouts;              /* the requests' timeouts_ms count: past one of them every choice ends with PD_ETIME, which names the stage */
+};
+struct pd_batch_opts pd_batch_opts_of(const struct pd_runtime *rt);
 struct pd_batch;
 int pd_batch_new(const struct pd_model *m, struct pd_threads *t, const struct pd_kernels *k, struct pd_pool *pool, const struct pd_batch_opts *o,
                  const struct pd_batch_cb *cb, struct pd_batch **out, struct pd_err *e);

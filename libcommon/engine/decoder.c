@@ -310,7 +310,7 @@ bool pd_dc_turn(struct pd_decoder *d, bool may_wait)
 int pd_dc_open(struct pd_decoder *d, struct pd_err *e)
 {
     struct pd_batch_cb cb = { d, NULL, on_token, on_finished, on_started };
-    struct pd_batch_opts bo = { .chunk = d->rt->chunk, .max_seqs = d->rt->max_seqs, .prefix = d->rt->prefix };
+    struct pd_batch_opts bo = pd_batch_opts_of(d->rt);
     d->tail = &d->head;
     return pd_batch_new(d->rt->model, d->rt->threads, d->rt->k, d->rt->pool, &bo, &cb, &d->batch, e);
 }

@@ -67,7 +67,7 @@ int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--prefix-cache: '%s' is unknown (on, off, lru-tail or lru)", pc);
     struct pd_runtime_opts o = { .model = c->model, .chat_template = c->chat_template, .role = role, .threads = c->threads, .kv_dtype = c->kv_dtype,
                                  .block_size = c->block_size, .kv_mem = mem, .chunk = c->chunk, .max_seqs = c->max_seqs, .domain = c->domain,
-                                 .epoch = (uint64_t)epoch, .prefix_cache = c->serving && !(pc && !strcmp(pc, "off")), .evict = evict };
+                                 .epoch = (uint64_t)epoch, .serving = c->serving, .prefix_cache = c->serving && !(pc && !strcmp(pc, "off")), .evict = evict };
     return pd_runtime_open(&o, rt, e);
 }
 

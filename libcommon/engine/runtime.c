@@ -25,6 +25,7 @@ int pd_runtime_open(const struct pd_runtime_opts *o, struct pd_runtime *rt, stru
     rt->chunk = o->chunk ? (uint32_t)o->chunk : 512;
     rt->max_seqs = o->max_seqs ? (uint32_t)o->max_seqs : 64;
     rt->epoch = o->epoch;
+    rt->serving = o->serving;
     if ((size_t)snprintf(rt->domain, sizeof rt->domain, "%s", o->domain ? o->domain : PD_DOMAIN) >= sizeof rt->domain || !rt->domain[0])
         return pd_fail(e, PD_EUSAGE, "--domain: '%s' is empty or longer than %zu bytes (example: --domain rack-1)", o->domain, sizeof rt->domain - 1);
     const char *why = NULL;

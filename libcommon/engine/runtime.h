@@ -15,6 +15,7 @@ struct pd_runtime_opts {
     int chunk, max_seqs;        /* 0: 512 and 64 */
     const char *domain;         /* NULL: PD_DOMAIN */
     uint64_t epoch;             /* the deployment: KV does not pass from one to another */
+    bool serving;               /* a daemon: priorities and timeouts of stages count */
     bool prefix_cache;          /* daemons */
     enum pd_evict evict;
 };
@@ -27,6 +28,7 @@ struct pd_runtime {
     struct pd_fp fp;
     const char *numerics;       /* the numerics class: equal strings, equal bits */
     uint32_t chunk, max_seqs;
+    bool serving;
     char worker[96];            /* "prefill@host:pid" */
     char domain[64];
     uint64_t epoch;

@@ -849,7 +849,7 @@ int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct 
     const struct pd_daemon_hooks hooks = { .ctx = g, .drain = on_drain, .busy = daemon_busy, .beat = on_beat, .ledger = ledger, .cancel = on_cancel,
                                            .follow = on_follow };
     const struct pd_batch_cb cb = { g, on_layer, on_token, on_finished, on_started };
-    const struct pd_batch_opts bo = { .chunk = rt->chunk, .max_seqs = rt->max_seqs, .prefix = rt->prefix };
+    const struct pd_batch_opts bo = pd_batch_opts_of(rt);
     g->rt = rt;
     g->o = *o;
     g->max_record = dopts->max_record;

@@ -318,6 +318,23 @@ static int in_range(const char *name, double v, double lo, double hi, const char
     return v >= lo && v <= hi ? 0 : pd_fail(e, PD_EFAIL, "request: %s = %g is refused (%s)", name, v, rule);
 }
 
+int pd_timeouts_read(const struct pd_request *r, struct pd_timeouts *t, struct pd_err *e)
+{
+    static const char *const name[] = { "queue", "prefill", "transfer", "first_token" };
+    int64_t *to[] = { &t->queue, &t->prefill, &t->transfer, &t->first_token }, ms;
+    char text[64];
+    struct pd_bin v;
+    *t = (struct pd_timeouts){ 0, 0, 0, 0 };
+    for (size_t i = 0; i < sizeof to / sizeof *to; i++) {
+        if (!r->timeouts_ms.p || pd_map_find(r->timeouts_ms.p, r->timeouts_ms.n, name[i], &v) != 1 || pd_value_type(v) == PD_T_NIL)
+            continue;
+        if (!pd_get_int(v, &ms) || ms < 1 || ms > 1000000000000)
+            return pd_fail(e, PD_EFAIL, "timeouts_ms.%s is %s: a whole number of milliseconds, 1 to 10^12", name[i], pd_value_text(v, text, sizeof text));
+        *to[i] = ms * 1000;
+    }
+    return 0;
+}
+
 int pd_request_resolve(struct pd_request *r, int64_t default_seed, struct pd_err *e)
 {
     static const struct { uint32_t bit; uint16_t off; int32_t v; } whole[] = {
@@ -357,6 +374,9 @@ int pd_request_resolve(struct pd_request *r, int64_t default_seed, struct pd_err
         (rc = in_range("seed", (double)r->seed, 0, 9.3e18, "0 to 2^63-1", e)) ||
         (r->has & PD_RQ_DEADLINE && (rc = in_range("deadline_ms", (double)r->deadline_ms, 1, 1e15, "1 or more", e))) ||
         (r->has & PD_RQ_ARRIVAL && (rc = in_range("arrival_us", (double)r->arrival_us, 0, 9e18, "0 or more", e))))
+        return rc;
+    struct pd_timeouts t;
+    if ((rc = pd_timeouts_read(r, &t, e)))
         return rc;
     for (uint32_t i = 0; i < r->n_logit_bias; i++)
         if ((rc = in_range("logit_bias", r->logit_bias[i].bias, -1e4, 1e4, "-10000 to 10000", e)))

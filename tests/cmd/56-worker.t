@@ -128,6 +128,21 @@ bad = [run([f"{B}/bin/pd-decode", *ARGS, "--listen", "unix:" + os.path.join(tmp.
        run([f"{B}/bin/pd-decode", *ARGS, "--prefix-cache", "on"], b"")]
 ok([b.returncode for b in bad] == [2, 2] and b"maybe" in bad[0].stderr and b"daemons" in bad[1].stderr, "--prefix-cache: unknown words and filters are refused", bad)
 
+# ---- priorities and times of stages ----
+
+one = Daemon("one", "--max-seqs", "4", "--chunk", "8", "--prefix-cache", "off")
+first = [{"id": "first", "prompt": "Once upon a time there were", "max_tokens": 200, "ignore_eos": True, "priority": 100, "n": 128}] * 2      # while these run, all others come
+order = [r["id"] for r in one.ask(first + [dict(r, priority=p) for r, p in zip(reqs(8, prompt="Once upon a time there were many foxes " * 4), (0, 0, 3, -2, 9, 1, 9, 0))])
+         if r.get("pd") == "result" and r["id"] != "first"]
+ok(order == [4, 6, 2, 5, 0, 1, 7, 3], "higher priority first, in the order of arrival where it is equal", order)
+late = [r for r in one.ask(first + [{"id": "late", "prompt": "Many foxes were there", "timeouts_ms": {"queue": 1}}, {"id": "bad", "prompt": "x", "timeouts_ms": {"prefill": 0}},
+                                   {"id": "hurry", "prompt": "Once upon a time " * 14, "priority": 50, "timeouts_ms": {"first_token": 1}}]) if r.get("id") in ("late", "bad", "hurry")]
+errs = {r["id"]: r for r in late if r["pd"] == "error"}
+ok(errs["late"]["class"] == errs["hurry"]["class"] == "timeout" and "stage queue" in errs["late"]["message"] and "stage first_token" in errs["hurry"]["message"] and
+   errs["bad"]["class"] == "failed" and "timeouts_ms.prefill is 0" in errs["bad"]["message"], "a run past the time of a stage fails alone, and is told which", errs)
+ok(sorted(r["finish_reason"] for r in late if r["pd"] == "result") == ["error"] * 3 and quiet(one)[0], "each with its result, and nothing stays behind")
+one.end()
+
 many = [None] * 12
 
 
@@ -170,7 +185,7 @@ ok(sorted(r["finish_reason"] == "error" for r in got if r["pd"] == "result") == 
 LONG = {"prompt": "The", "max_tokens": 200000, "ignore_eos": True}      # to the end of the context
 before = d.ledger()["cancelled"]
 s = d.dial()
-s.sendall(tap.lines([dict(LONG, stream=True, max_tokens=100)] * 8).encode())
+s.sendall(tap.lines([dict(LONG, stream=True, n=16)] * 8).encode())
 s.recv(100)
 s.close()
 held, g = quiet(d)

@@ -5,10 +5,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/uio.h>
+#include <unistd.h>
 #include <cmocka.h>
 #include "../../libcommon/engine/batch.h"
 #include "../../libcommon/engine/runtime.h"
 #include "../../libcommon/kv/handover.h"
+#include "../../libcommon/wire/value.h"
 #include "files.h"
 
 #define TINY "testdata/tiny/"
@@ -153,10 +155,11 @@ static void test_same_bits(void **state)
 /* --- runs through the batch ------------------------------------------------------------------------------------------------------------------------ */
 
 #define MAX_GEN 40
-struct out { int32_t tokens[4][MAX_GEN]; float lp[4][MAX_GEN]; uint32_t n[4]; char reason[4][12]; struct pd_run *run; uint32_t cached; };
+struct out { int32_t tokens[4][MAX_GEN]; float lp[4][MAX_GEN]; uint32_t n[4]; char reason[4][12]; struct pd_run *run; uint32_t cached, nth_start, nth_end, preempted; char why[200]; };
 
 static struct out *out_of(struct pd_seq *s) { return s->run->user; }
 static struct pd_batch *the_batch;
+static uint32_t n_started, n_ended;
 static bool keep_runs;
 
 static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t)
@@ -180,17 +183,23 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
         print_message("# %s\n", e->msg);
     o->run = s->run;
     o->cached = s->run->n_cached;
+    o->preempted = s->run->preempted;
+    o->nth_end = ++n_ended;
+    if (e)
+        snprintf(o->why, sizeof o->why, "%d %.180s", e->code, e->msg);
     if (!s->run->n_open && !keep_runs)
         pd_run_drop(the_batch, s->run);
 }
 
+static void on_started(void *ctx, struct pd_run *r) { (void)ctx; ((struct out *)r->user)->nth_start = ++n_started; }
 static void on_layer(void *ctx, struct pd_run *r, int layer, uint32_t n) { (void)ctx; (void)r; (void)layer; (void)n; }
 
+static int64_t priority_us;
 static struct pd_batch *new_batch(struct pd_runtime *rt, uint32_t chunk, uint32_t max_seqs)
 {
     struct pd_err e;
-    struct pd_batch_opts o = { chunk, max_seqs, rt->prefix };
-    struct pd_batch_cb cb = { NULL, on_layer, on_token, on_finished, NULL };
+    struct pd_batch_opts o = { .chunk = chunk, .max_seqs = max_seqs, .prefix = rt->prefix, .priority_us = priority_us, .timeouts = priority_us > 0 };
+    struct pd_batch_cb cb = { NULL, on_layer, on_token, on_finished, on_started };
     must(pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &o, &cb, &the_batch, &e), &e);
     return the_batch;
 }
@@ -526,6 +535,143 @@ static void test_cache_divides(void **state)
     pd_runtime_close(&rt);
 }
 
+/* --- priorities and times of stages --------------------------------------------------------------------------------------------------------------- */
+
+static const struct { int32_t priority; uint32_t starts; } asked[] = { { 0, 4 }, { 7, 1 }, { -3, 6 }, { 2, 3 }, { 0, 5 }, { 3, 2 } };
+
+static void test_priority(void **state)
+{
+    (void)state;
+    enum { N = sizeof asked / sizeof *asked };
+    struct out ref[RUNS], got[N];
+    struct pd_request r[N];
+    struct pd_run *run;
+    struct pd_err e;
+    struct pd_runtime rt = open_model("llama-q4_1", 2, NULL, NULL, 0, 0);
+    make_families(&rt);
+    reference(&rt, ref);
+    for (int prefill = 0; prefill < 2; prefill++)
+        for (int honoured = 0; honoured < 2; honoured++) {
+            memset(got, 0, sizeof got);
+            priority_us = honoured ? 3600000000 : 0;
+            n_started = n_ended = 0;
+            struct pd_batch *b = new_batch(&rt, 16, 8);
+            for (int i = 0; i < N; i++) {
+                r[i] = sampling(i);
+                r[i].priority = asked[i].priority;
+                r[i].has = asked[i].priority ? PD_RQ_PRIORITY : 0;
+                struct pd_job j = { .req = &r[i], .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &got[i], .prefill_only = prefill };
+                must(pd_batch_submit(b, &j, &run, &e), &e);
+            }
+            drain(b);
+            for (int i = 0; i < N; i++) {
+                assert_int_equal(got[i].nth_start, honoured ? asked[i].starts : (uint32_t)i + 1);
+                if (!prefill)
+                    assert_same(&ref[i], &got[i], i, "with priorities");
+            }
+            pd_batch_free(b);
+        }
+    /* It comes while another's prompt is computed: that one waits. */
+    priority_us = 3600000000;
+    n_started = n_ended = 0;
+    struct pd_batch *b = new_batch(&rt, 8, 8);
+    struct out low = { 0 }, high = { 0 };
+    r[0] = r[1] = sampling(0);
+    r[1].priority = 1;
+    r[1].has = PD_RQ_PRIORITY;
+    struct pd_job j = { .req = &r[0], .prompt = prompts[2], .n_prompt = prompt_n[2], .user = &low, .prefill_only = true };
+    must(pd_batch_submit(b, &j, &run, &e), &e);
+    must(pd_batch_step(b, &e), &e);
+    j = (struct pd_job){ .req = &r[1], .prompt = prompts[1], .n_prompt = prompt_n[1], .user = &high, .prefill_only = true };
+    must(pd_batch_submit(b, &j, &run, &e), &e);
+    drain(b);
+    assert_true(low.nth_start == 1 && high.nth_start == 2 && high.nth_end == 1 && low.nth_end == 2);
+    pd_batch_free(b);
+    /* Age counts: who waits long enough goes before newer ones whatever they are. */
+    priority_us = 1000;
+    n_started = 0;
+    b = new_batch(&rt, 8, 8);
+    memset(&low, 0, sizeof low);
+    memset(&high, 0, sizeof high);
+    r[1].priority = INT32_MAX;  /* a hundred steps at the most */
+    j = (struct pd_job){ .req = &r[0], .prompt = prompts[2], .n_prompt = prompt_n[2], .user = &low, .spent_us = 150000 };
+    must(pd_batch_submit(b, &j, &run, &e), &e);
+    j = (struct pd_job){ .req = &r[1], .prompt = prompts[1], .n_prompt = prompt_n[1], .user = &high };
+    must(pd_batch_submit(b, &j, &run, &e), &e);
+    drain(b);
+    assert_true(low.nth_start == 1 && high.nth_start == 2);
+    pd_batch_free(b);
+    int64_t block = (int64_t)(2 * pd_pool_layer_bytes(rt.pool) * (size_t)rt.model->cfg.n_layers);
+    pd_runtime_close(&rt);
+
+    /* Want of blocks: the one of highest priority is never put back though it came last, and prefill-only runs that hold all do not stand in each other's way. */
+    rt = open_model("llama-q4_1", 2, NULL, NULL, 12 * block, 0);
+    priority_us = 3600000000;
+    for (int prefill = 0; prefill < 2; prefill++) {
+        b = new_batch(&rt, 16, 8);
+        memset(got, 0, sizeof got);
+        for (int i = 0; i < N; i++) {
+            r[i] = sampling(i);
+            r[i].priority = i;
+            r[i].has = PD_RQ_PRIORITY;
+            j = (struct pd_job){ .req = &r[i], .prompt = prompts[i], .n_prompt = prompt_n[i], .user = &got[i], .prefill_only = prefill };
+            must(pd_batch_submit(b, &j, &run, &e), &e);
+            must(pd_batch_step(b, &e), &e);
+        }
+        drain(b);
+        for (int i = 0; i < N && !prefill; i++)
+            assert_same(&ref[i], &got[i], i, "with priorities and few blocks");
+        assert_true(prefill || (pd_batch_stats(b).preemptions > 0 && got[N - 1].preempted == 0));
+        pd_batch_free(b);
+    }
+    priority_us = 0;
+    pd_runtime_close(&rt);
+}
+
+static void test_timeouts(void **state)
+{
+    (void)state;
+    static const struct { const char *map; uint32_t first_steps; const char *says; } t[] = {
+        { "\x81\xa5queue\x01", 0, "-5 timed out in stage queue: 1 ms" }, { "\x81\xa7prefill\x01", 1, "-5 timed out in stage prefill: after 1 ms 16 of 64 tokens" },
+        { "\x81\xab" "first_token\x01", 1, "-5 timed out in stage first_token: 1 ms" }, { "\x81\xab" "first_token\x01", 0, "-5 timed out in stage first_token: 1 ms" },
+        { "\x83\xa5queue\xcd\x27\x10\xa7prefill\xcd\x27\x10\xab" "first_token\xcd\x27\x10", 1, NULL },    /* 10 s each */
+        { "\x83\xa5queue\x01\xa7prefill\x01\xab" "first_token\x01", 4, NULL } };     /* past them all in time: they do not count any more */
+    struct pd_runtime rt = open_model("llama-q4_1", 2, NULL, NULL, 0, 0);
+    struct pd_err e;
+    struct pd_run *run;
+    make_families(&rt);
+    for (int on = 0; on < 2; on++)
+        for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+            struct out got = { 0 };
+            struct pd_request r = sampling(0);
+            priority_us = on;
+            r.timeouts_ms = (struct pd_bin){ (const uint8_t *)t[i].map, 0 };
+            r.timeouts_ms.n = pd_value_len(r.timeouts_ms.p, 64);
+            struct pd_batch *b = new_batch(&rt, 16, 8);
+            struct pd_job j = { .req = &r, .prompt = prompts[2], .n_prompt = 64, .user = &got };
+            must(pd_batch_submit(b, &j, &run, &e), &e);
+            if (on && t[i].first_steps == 4) {  /* as if no time passed until the first token */
+                run->timeouts.queue += 3600000000;
+                run->timeouts.prefill += 3600000000;
+                run->timeouts.first_token += 3600000000;
+            }
+            for (uint32_t k = 0; k < t[i].first_steps; k++)
+                must(pd_batch_step(b, &e), &e);
+            if (on && t[i].first_steps == 4)
+                run->timeouts = (struct pd_timeouts){ 1, 1, 0, 1 };
+            usleep(2000);
+            drain(b);
+            if (on && t[i].says && strncmp(got.why, t[i].says, strlen(t[i].says)))
+                fail_msg("'%s', not '%s'", got.why, t[i].says);
+            if (strcmp(got.reason[0], on && t[i].says ? "error" : "length"))
+                fail_msg("case %zu: %s %s", i, got.reason[0], got.why);
+            pd_batch_free(b);
+            assert_int_equal(pd_pool_stats(rt.pool).used, 0);
+        }
+    priority_us = 0;
+    pd_runtime_close(&rt);
+}
+
 /* A run taken up from the tokens it had made goes on with the same ones. */
 static void resume_on(const char *model, int step, uint32_t cuts)
 {
@@ -640,7 +786,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_golden), cmocka_unit_test(test_same_bits), cmocka_unit_test(test_batch),
-        cmocka_unit_test(test_cache), cmocka_unit_test(test_cache_divides), cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_resume_real), cmocka_unit_test(test_limits), cmocka_unit_test(test_failed_choices),
+        cmocka_unit_test(test_priority), cmocka_unit_test(test_timeouts), cmocka_unit_test(test_cache), cmocka_unit_test(test_cache_divides), cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_resume_real), cmocka_unit_test(test_limits), cmocka_unit_test(test_failed_choices),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
