@@ -10,7 +10,8 @@
 #include "upstream.h"
 
 #define PD_RT_TRIED 16
-enum { PD_RT_MAX_MIGRATIONS = 2, PD_RT_CANCEL_US = 1000000, PD_RT_GRACE_US = 500000, PD_RT_SWEEP_US = 10000, PD_RT_NO_P_US = 1000000 };
+enum { PD_RT_MAX_MIGRATIONS = 2, PD_RT_CANCEL_US = 1000000, PD_RT_GRACE_US = 500000, PD_RT_SWEEP_US = 10000, PD_RT_NO_P_US = 1000000,
+       PD_RT_DOUBT_US = 200000 };
 
 /* A worker. */
 struct pd_rt_worker {
@@ -61,7 +62,7 @@ struct pd_rt_run {
     bool stream_up, logprobs;   /* workers are asked for tokens */
     struct pd_rt_key *key;
     /* times, mono us; 0: none */
-    int64_t t_accept, t_sent, t_first, deadline_us, queue_us, first_us, none_since, cancel_us;
+    int64_t t_accept, t_sent, t_first, deadline_us, queue_us, first_us, none_since, cancel_us, doubt_us;
     /* the attempt */
     struct pd_rt_worker *d, *p;
     struct pd_share d_share, p_share;

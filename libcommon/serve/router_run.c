@@ -471,7 +471,7 @@ int pd_rt_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_err *e)
 /* ---- records of workers ---- */
 
 /* What the router looks at in a record, in one pass. */
-struct brief { struct pd_str run, finish; struct pd_bin text, ttft, e2e; int64_t choice, pos, token, total; };
+struct brief { struct pd_str run, finish, mode; struct pd_bin text, ttft, e2e; int64_t choice, pos, token, total; };
 
 static bool read_brief(const struct pd_rec *rec, struct brief *b)
 {
@@ -502,6 +502,7 @@ static bool read_brief(const struct pd_rec *rec, struct brief *b)
                 pd_get_int(v, &b->total);
             break;
         case 'e': if (pd_str_eq(key, "e2e_ms")) b->e2e = v; break;
+        case 'm': if (pd_str_eq(key, "mode")) pd_get_str(v, &b->mode); break;
         case 'f': if (pd_str_eq(key, "finish_reason")) pd_get_str(v, &b->finish); break;
         }
     }
@@ -556,8 +557,8 @@ static void on_token(struct pd_router *r, struct pd_rt_run *run, const struct pd
         return;
     struct pd_rt_choice *c = &run->choice[b->choice];
     int32_t id = (int32_t)b->token;
-    if (!run->sign && run->p && !run->p_done)   /* it did without the KV that is being computed */
-        release_p(run, "its decode worker went on without it");
+    if (!run->sign && run->p && !run->p_done)   /* did it without the KV, or is that answer on its way? */
+        run->doubt_us = pd_mono_us() + PD_RT_DOUBT_US;
     run->sign = true;
     if (c->done)
         return;
@@ -621,6 +622,8 @@ static void on_result(struct pd_router *r, struct pd_rt_run *run, const struct p
     run->n_done++;
     run->failed |= error;
     run->cancelled |= cancelled;
+    if (pd_str_eq(b->mode, "remote") && !error && !cancelled)     /* prefill has done its part, whether its answer was read yet or not */
+        release_p(run, NULL);
     if (!error && !cancelled && c->told && c->total != c->sent)
         pd_warn("run %s: decode worker %s sent %u tokens and tells of %u", run->name, name_of(run->d), c->sent, c->total);
     size_t from = run->held.n;
@@ -938,6 +941,8 @@ void pd_rt_sweep(struct pd_router *r, int64_t now)
         next = p->next;
         bool waits = run->prev_queued != NULL;
         int64_t grace = waits ? 0 : PD_RT_GRACE_US;     /* its worker has the same limits, and knows more of what there is */
+        if (run->p && !run->p_done && run->sign && now >= run->doubt_us)
+            release_p(run, "its decode worker went on without it");
         if (run->cancelling && now >= run->cancel_us)
             end_cancelled(r, run);
         else if (run->deadline_us && now >= run->deadline_us + grace)

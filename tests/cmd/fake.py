@@ -125,7 +125,9 @@ class Fake:
     def read(self, c):
         for r in c.records():
             kind = r.get("pd", "request")
-            if kind == "status":
+            if kind == "status" and not r.get("follow"):
+                c.put({"pd": "status", "v": 1, "state": self.state, "worker": self.name, "role": self.role, "ledger": {}})
+            elif kind == "status":
                 threading.Thread(target=self.beat, args=(c,), daemon=True).start()
             elif kind == "cancel":
                 self.cancels.append(r)
