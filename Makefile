@@ -52,7 +52,7 @@ TOOLS   := $(patsubst tests/tools/%.c,$(B)/tools/%,$(wildcard tests/tools/*.c))
 FUZZ    := $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
 PLUGIN  := $(B)/hdf5-plugin/libH5Zzstd.so
 
-.PHONY: all lib units drills fuzz check check-long bench-engine demo install clean
+.PHONY: all lib units drills fuzz check check-long bench-engine bench-serve demo install clean
 all: $(CMDS) $(PLUGIN)
 lib: $(B)/libpd.a
 units: $(UNITS) $(TOOLS)
@@ -121,13 +121,15 @@ check-long: all units drills
 	B=$(B) V=$(V) LONG=1 scripts/run-tests
 bench-engine: all
 	scripts/bench-engine
+bench-serve: all $(B)/tools/bench_serve $(B)/tools/bench_xfer
+	scripts/bench-serve
 demo:
 	scripts/demo
 
 install: all
 	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/pd/hdf5-plugin $(DESTDIR)$(PREFIX)/include/pd \
 	    $(DESTDIR)$(PREFIX)/share/man/man1 $(DESTDIR)$(PREFIX)/share/man/man5 $(DESTDIR)$(PREFIX)/share/man/man7 $(DESTDIR)$(PREFIX)/share/bash-completion/completions
-	install -m755 $(CMDS) $(DESTDIR)$(PREFIX)/bin
+	install -m755 $(CMDS) scripts/pd-up $(DESTDIR)$(PREFIX)/bin
 	install -m644 $(B)/libpd.a $(DESTDIR)$(PREFIX)/lib
 	install -m755 $(PLUGIN) $(DESTDIR)$(PREFIX)/lib/pd/hdf5-plugin
 	for f in libcommon/*/*.h libcommon/*/*/*.h kernels/kernels.h; do install -Dm644 $$f $(DESTDIR)$(PREFIX)/include/pd/$$f; done

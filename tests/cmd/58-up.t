@@ -25,6 +25,10 @@ mkdir "$tmp/bin" "$tmp/d"
 cat >"$tmp/bin/pd-route" <<'END'
 #!/bin/bash
 name=${0##*/} args=$* sock= late=0 status=0
+if [ "$1 ${2%%:*}" = "--status unix" ]; then            # pd-route, asked by pd-up
+    cat "$(dirname "${2#unix:}")/seen" 2>/dev/null || echo "workers_ready 64"
+    exit 0
+fi
 trap 'echo "$name: drained"; rm -f "$sock"; exit $status' TERM
 trap 'echo "$name: interrupted"; exit 99' INT
 while [ $# -gt 0 ]; do
@@ -106,6 +110,10 @@ check "a daemon that cannot start: status 1, which one and its last words" eval 
 check "and nothing runs on" gone
 up 1P1D -m "$M" --dir "$tmp/d" --prefill --never --ready-timeout 1 -- echo ran
 check "one that is never ready" eval '[ $got = 1 ] && told "p0 is not ready after 1 s" && gone'
+echo "workers_ready 1" >"$tmp/d/seen"
+up 1P1D -m "$M" --dir "$tmp/d" --ready-timeout 1 -- echo ran
+check "a router that does not see them all" eval '[ $got = 1 ] && told "the router sees 1 of 2 workers after 1 s" && gone && [ ! -s "$tmp/out" ]'
+rm "$tmp/d/seen"
 up 1P1D -m "$M" --dir "$tmp/d" --decode --later -- sh -c 'sleep 61.1357; echo survived'
 check "one that dies later: its signal is told, the command ends too" eval '[ $got = 1 ] && told "d0 was ended by signal 11" && gone && ! pgrep -f "^sleep 61.1357" >/dev/null && [ ! -s "$tmp/out" ]'
 up 1P1D -m "$M" --dir "$tmp/d" --decode '--status 3' -- true

@@ -2,7 +2,8 @@
 """The examples of the manual pages and the README are run, each in a folder of its own, with the build's commands on PATH and M the model.
 
 A page's examples are the literal displays of its EXAMPLES section; the README's are its ```sh blocks. One that a line before it marks with
-"not run" (a comment in the page's source) is left out. An example passes when every command of it does and it prints something."""
+"not run" (a comment in the page's source) is left out. An example passes when every command of it does and it prints something.
+The tutorial is one example: all of its displays, one after the other."""
 import os
 import re
 import subprocess
@@ -14,13 +15,14 @@ B = B if os.path.isabs(B) else os.path.join(os.getcwd(), B)
 model = os.environ.get("PD_MODEL", "")
 
 
-def of_page(path):
+def of_page(path, everywhere=False):
     lines = open(path).read().split("\n")
-    inside = block = None
+    inside = everywhere
+    block = None
     skip = False
     for n, line in enumerate(lines, 1):
         if line.startswith(".Sh"):
-            inside = line == ".Sh EXAMPLES"
+            inside = everywhere or line == ".Sh EXAMPLES"
         elif inside and "not run" in line and line.startswith('.\\"'):
             skip = True
         elif inside and line.startswith(".Bd -literal"):
@@ -43,7 +45,12 @@ def of_readme(path):
 
 examples = []
 for page in sorted(os.listdir("man")):
-    examples += list(of_page(os.path.join("man", page)))
+    path = os.path.join("man", page)
+    if page == "pd-tutorial.7":
+        steps = [f"echo == {where}\n{text}" for where, text in of_page(path, everywhere=True)]
+        examples.append((path, "\n".join(["trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", *steps])))
+    else:
+        examples += list(of_page(path))
 examples += list(of_readme("README.md"))
 print(f"1..{len(examples)}", flush=True)
 failed = 0
@@ -52,12 +59,12 @@ for i, (where, text) in enumerate(examples, 1):
         print(f"ok {i} - {where} # SKIP no model", flush=True)
         continue
     with tempfile.TemporaryDirectory() as tmp:
-        env = dict(os.environ, M=model, PATH=f"{B}/bin:{os.environ['PATH']}", HDF5_PLUGIN_PATH=f"{B}/hdf5-plugin")
+        env = dict(os.environ, M=model, B=B, PATH=f"{B}/bin:{os.environ['PATH']}:{os.getcwd()}/scripts", HDF5_PLUGIN_PATH=f"{B}/hdf5-plugin")
         # `wait` at the end gives the last status of a background job away, so let every failure end the example
         r = subprocess.run(["bash", "-eu", "-o", "pipefail", "-c", text], cwd=tmp, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
     ok = r.returncode == 0 and r.stdout.strip()
     failed += not ok
     print(f"{'ok' if ok else 'not ok'} {i} - {where}", flush=True)
     if not ok:
-        sys.stderr.write(f"{where}: status {r.returncode}\n{text}\n{r.stdout.decode(errors='replace')[-500:]}\n{r.stderr.decode(errors='replace')[-2000:]}\n")
+        sys.stderr.write(f"{where}: status {r.returncode}\n{text}\n{r.stdout.decode(errors='replace')[-1500:]}\n{r.stderr.decode(errors='replace')[-2000:]}\n")
 sys.exit(failed > 0)
