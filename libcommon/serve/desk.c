@@ -8,7 +8,7 @@
 
 enum { PAUSE_MS = 20 };         /* for a thread that can do nothing until blocks come back */
 
-struct pd_client { struct pd_conn *c; bool held; struct pd_client *next_held; };
+struct pd_client { struct pd_conn *c; bool held, routes /* a router */, drains; struct pd_client *next_held; };
 
 struct pd_desk {
     struct pd_desk_opts o;
@@ -174,6 +174,14 @@ static void let_read(struct pd_desk *k)
     }
 }
 
+/* An answer less is owed. A router is read until the last one while we drain. */
+static void settle(struct pd_client *c)
+{
+    pd_conn_owe(c->c, -1);
+    if (c->drains && !pd_conn_owed(c->c))
+        pd_conn_end_input(c->c);
+}
+
 void pd_desk_look(struct pd_desk *k, struct pd_desk_run *r)
 {
     if (!r->over || r->pending.n)
@@ -183,7 +191,7 @@ void pd_desk_look(struct pd_desk *k, struct pd_desk_run *r)
         k->n_open--;
         pd_metric_set(k->m_runs, k->n_open);
         if (r->client)
-            pd_conn_owe(r->client->c, -1);
+            settle(r->client);
         r->client = NULL;
         let_read(k);
     }
@@ -372,6 +380,11 @@ static int look_at(struct pd_desk *k, struct pd_client *from, struct pd_desk_run
         k->ops.again(k->ops.ctx, old, from, &r->in, &r->route);
         return 1;
     }
+    from->routes |= r->routed;
+    if (from->drains) {
+        *action = "reroute";
+        return pd_fail(e, PD_ENOWORKER, "this worker drains and begins nothing new");
+    }
     if (r->routed && k->runs.n >= PD_DESK_MOST) {
         *action = "reroute";
         return pd_fail(e, PD_ENOWORKER, "%u runs are in hand here already", (uint32_t)k->runs.n);
@@ -456,6 +469,16 @@ static void on_room(void *ctx, struct pd_conn *c)
     }
 }
 
+/* What is in hand of a router may still be cancelled, or get another route; what it sends anew goes back at once. */
+static void on_drain(void *ctx, struct pd_conn *c)
+{
+    struct pd_client *k = pd_conn_get(c);
+    (void)ctx;
+    k->drains = k->routes && pd_conn_owed(c);
+    if (!k->drains)
+        pd_conn_end_input(c);
+}
+
 static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
 {
     struct pd_desk *k = ctx;
@@ -482,7 +505,7 @@ static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
     pd_free(client);
 }
 
-const struct pd_conn_cb pd_desk_cb = { .opened = on_opened, .record = on_record, .bad = on_bad, .room = on_room, .gone = on_gone };
+const struct pd_conn_cb pd_desk_cb = { .opened = on_opened, .record = on_record, .bad = on_bad, .room = on_room, .drain = on_drain, .gone = on_gone };
 
 int pd_desk_on_cancel(struct pd_desk *k, const struct pd_rec *rec, const char **state, struct pd_err *e)
 {

@@ -34,7 +34,7 @@ static void said(struct pd_router *r, struct pd_rt_worker *w, const struct pd_re
         return;
     }
     const struct pd_worker_rec *s = &w->m->said;
-    bool ready = !strcmp(s->state, "ready"), was_draining = w->draining;
+    bool ready = !strcmp(s->state, "ready");
     w->told_silent = false;
     w->draining = !strcmp(s->state, "draining") || !strcmp(s->state, "gone");
     if (fresh || strcmp(state, s->state))
@@ -45,8 +45,6 @@ static void said(struct pd_router *r, struct pd_rt_worker *w, const struct pd_re
     }
     pd_upstream_want(w->u, ready);
     know_policy(r);
-    if (w->draining && !was_draining)
-        pd_rt_drains(r, w);
     pd_rt_dispatch(r);
 }
 

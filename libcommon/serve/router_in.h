@@ -106,7 +106,6 @@ int pd_rt_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_err *e);
 void pd_rt_dispatch(struct pd_router *r);       /* those that wait, as far as somebody may have them */
 void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_rec *rec);
 void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err *why);
-void pd_rt_drains(struct pd_router *r, struct pd_rt_worker *w);
 void pd_rt_cancel(struct pd_router *r, struct pd_rt_run *run, const char *cause);
 void pd_rt_sweep(struct pd_router *r, int64_t now);
 void pd_rt_end_all(struct pd_router *r);        /* at the end of the process: each run has an end in the trace */

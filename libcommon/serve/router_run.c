@@ -881,28 +881,6 @@ void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err
     end_walk(r, outer);
 }
 
-/* It reads no more requests: what was sent a moment ago and has shown no sign of life may never be read. Another one gets it, if there is one. */
-void pd_rt_drains(struct pd_router *r, struct pd_rt_worker *w)
-{
-    char text[200];
-    int64_t now = pd_mono_us(), fresh = 2 * (w->m->said.beat_us > 0 ? w->m->said.beat_us : 1000000);
-    bool outer = begin_walk(r);
-    snprintf(text, sizeof text, "worker %.100s drains", name_of(w));
-    for (struct pd_node *p = r->runs.first, *next; p; p = next) {
-        struct pd_rt_run *run = (struct pd_rt_run *)p;
-        next = p->next;
-        if (run->d != w || run->sign || run->n_done || now - run->t_sent > fresh || run->cancelling)
-            continue;
-        struct pd_need q = need_of(r, run, now);
-        pd_decide(&r->reg, &q, &r->decision);
-        if (r->decision.outcome != PD_CHOSEN || r->decision.d == w->m)
-            continue;
-        send_cancel(w, run, text);
-        d_lost(r, run, text, false);
-    }
-    end_walk(r, outer);
-}
-
 void pd_rt_cancel(struct pd_router *r, struct pd_rt_run *run, const char *cause)
 {
     if (run->cancelling)

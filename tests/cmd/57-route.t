@@ -289,11 +289,34 @@ until(lambda: a.requests or b.requests)
 gone, other = (a, b) if a.requests else (b, a)
 other.serve = Fake.whole
 gone.state = "draining"
+got = r.ask(*[dict(Q, id=i) for i in range(4)])     # some of these meet a worker that has not been heard to drain
+for q in list(gone.requests)[1:]:
+    gone.error(gone.conns[-1], q, "reroute")
+r.until("workers_ready", 1)
+got = r.ask(*[dict(Q, id=i) for i in range(4)])
+n = len(gone.requests)
+ok(len(results(got)) == 4 and not [x for x in results(got) if x["finish_reason"] != "length"], "a worker that drains gets nothing more", got)
+gone.whole(gone.conns[-1], gone.requests[0])
+gone.conns[-1].close()
 c.s.shutdown(socket.SHUT_WR)
 got = list(c.records())
-ok(right(got, S) and len(other.requests) == 1, "a worker that drains and has not begun: another one gets it", got)
-got = r.ask(*[dict(Q, id=i) for i in range(4)])
-ok(len(results(got)) == 4 and len(gone.requests) == 1, "and it gets nothing more", got)
+ok(right(got, S) and len(gone.requests) == n and results(got)[0]["decode_worker"] == gone.name, "and finishes what it has", got)
+a.serve = b.serve = silent
+gone.state = "ready"
+r.until("workers_ready", 2)
+gone.state = other.state = "ready"
+c = r.client(S)
+n = len(a.requests) + len(b.requests)
+until(lambda: any(x["run"] for w in (a, b) for x in w.requests[-1:] if x.get("stream") and x is not gone.requests[0]))
+holder = a if a.requests and a.requests[-1].get("stream") and a.requests[-1] is not gone.requests[0] else b
+rest = b if holder is a else a
+rest.serve = Fake.whole
+holder.state = "draining"
+time.sleep(0.3)
+[k.close() for k in list(holder.conns)]
+c.s.shutdown(socket.SHUT_WR)
+got = list(c.records())
+ok(right(got, S) and results(got)[0]["decode_worker"] == rest.name, "what it had not read when it closed goes to another", got)
 checked(r, "drain of a worker")
 a.die(), b.die()
 

@@ -144,7 +144,7 @@ for serve, what in ((die, "dies"), (error("retry"), "says retry"), (error("rerou
     res = results(got)[0]
     ok(right(got, S) and res["mode"] == "remote" and res["fallback"] is None and len(order) == 2 and order[0] is not order[1], f"prefill worker {what}: another one", (got, len(order)))
     ops = {x["route"]["op"] for w in p for x in w.requests} | {x["route"]["op"] for x in d.requests}
-    ok(len(ops) == 1 and [x["route"]["p"]["worker"] for x in d.requests] == [w.name for w in order], "by the same op, and decode knows which", d.requests)
+    ok(len(ops) == 1 and until(lambda: [x["route"]["p"]["worker"] for x in d.requests] == [w.name for w in order]), "by the same op, and decode knows which", d.requests)
     ok(r.ledger()["retries"] == 1 and r.until("runs", 0) and r.ledger()["at_workers"] == 0, "nothing is held", r.ledger())
     checked(r, what, *p, d)
 for serves, kind, n in (((die, die), "prefill_worker_gone", 2), ((die, error("retry", "out of it")), "prefill_failed: out of it", 2), ((error("abort", "too long"),), "prefill_failed: too long", 1)):
@@ -155,7 +155,7 @@ for serves, kind, n in (((die, die), "prefill_worker_gone", 2), ((die, error("re
     res = results(got)[0]
     ok(right(got, S) and res["mode"] == "local" and res["fallback"].startswith(kind) and len(order) == n, f"and then decode does it alone: {kind}", (got, len(order)))
     last = d.requests[-1]["route"]
-    ok(last["mode"] == "local" and last["p"] is None and last["fallback"] == res["fallback"] and len(d.requests) == n + 1, "as it was told", d.requests)
+    ok(last["mode"] == "local" and last["p"] is None and last["fallback"] == res["fallback"] and until(lambda: len(d.requests) == n + 1), "as it was told", d.requests)
     ok(r.until("runs", 0) and r.ledger()["at_workers"] == 0 and r.ledger()["fallbacks"] == 1, "nothing is held", r.ledger())
     checked(r, kind, *p, d)
 
