@@ -52,6 +52,15 @@ bool pd_head_read(const uint8_t *p, size_t n, struct pd_head *h)
     return true;
 }
 
+#define X16(v) v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v
+const uint8_t pd_plain_bytes[256] = {
+    X16(1), X16(1), X16(1), X16(1), X16(1), X16(1), X16(1), X16(1),     /* 0x00 .. 0x7f: 0 .. 127 */
+    X16(0), X16(0),                                                     /* small maps and lists */
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32,    /* 0xa0 .. 0xbf: short strings */
+    1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 5, 9, 2, 3, 5, 9,                     /* 0xc0 .. 0xcf: nil, bools, floats, unsigned */
+    2, 3, 5, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,                     /* 0xd0 .. 0xdf: signed */
+    X16(1), X16(1) };                                                   /* 0xe0 .. 0xff: -32 .. -1 */
+
 int pd_frame_next(struct pd_frame_scan *s, const uint8_t *p, size_t n, size_t max_record, size_t *len, struct pd_err *e)
 {
     for (;;) {
@@ -59,6 +68,10 @@ int pd_frame_next(struct pd_frame_scan *s, const uint8_t *p, size_t n, size_t ma
         uint64_t owed = 0;      /* values still to come, one byte each at least; nothing below can overflow 64 bits */
         for (uint32_t d = 1; d <= s->depth; d++)
             owed += s->left[d];
+        /* What lies between the first and the last of a list's values, or a map's, needs no more than its length. */
+        for (uint64_t k; s->depth && s->left[s->depth] > 1 && s->at < n && (k = pd_plain_bytes[p[s->at]]) && k <= n - s->at && s->at <= max_record &&
+             owed - 1 + k <= max_record - s->at; owed--, s->left[s->depth]--)
+            s->at += (size_t)k;
         if (s->at && !s->depth) {
             *len = s->at;
             return s->at <= n;

@@ -23,6 +23,15 @@ size_t pd_value_len(const uint8_t *p, size_t n)
     size_t at = 0;
     while (pending) {
         struct pd_head h;
+        size_t k;
+        while (pending && at < n && (k = pd_plain_bytes[p[at]])) {
+            if (k > n - at)
+                return 0;
+            at += k;
+            pending--;
+        }
+        if (!pending)
+            break;
         if (!pd_head_read(p + at, n - at, &h) || h.type == PD_T_BAD || h.hdr > n - at || h.len > n - at - h.hdr)
             return 0;
         at += h.hdr + (size_t)h.len;
@@ -88,6 +97,10 @@ static bool unpack(struct pd_bin v, msgpack_object *o)
 bool pd_get_int(struct pd_bin v, int64_t *out)
 {
     msgpack_object o;
+    if (v.n && v.p[0] < 0x80)           /* token ids: one of a thousand in a row */
+        return *out = v.p[0], true;
+    if (v.n >= 3 && v.p[0] == 0xcd)
+        return *out = v.p[1] << 8 | v.p[2], true;
     if (!unpack(v, &o))
         return false;
     if (o.type == MSGPACK_OBJECT_NEGATIVE_INTEGER)

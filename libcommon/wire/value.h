@@ -16,6 +16,8 @@ enum pd_type { PD_T_NIL, PD_T_BOOL, PD_T_INT, PD_T_FLOAT, PD_T_STR, PD_T_BIN, PD
 struct pd_head { enum pd_type type; uint8_t hdr; uint64_t len, count; };
 /* false: fewer than hdr bytes (h->hdr says how many are needed). PD_T_BAD for the byte that msgpack never uses. */
 bool pd_head_read(const uint8_t *p, size_t n, struct pd_head *h);
+/* All bytes of a value whose first byte tells them and that has no values inside; 0: of any other. Lists of numbers are walked by it. */
+extern const uint8_t pd_plain_bytes[256];
 enum pd_type pd_value_type(struct pd_bin v);
 const char *pd_type_name(enum pd_type t);       /* "a string" */
 /* Bytes of the one value at p; 0: malformed or cut. */

@@ -149,7 +149,7 @@ static void every_flipped_byte_is_survived(void **state)
                 p[at] ^= (uint8_t)(1 << bit);
                 struct pd_buf out = { 0 };
                 int rc = reencode(p, b.n, &out, &e);
-                if (!rc && (!strncmp(sample_name[i], "kv", 2) || !strcmp(sample_name[i], "offer")))
+                if (!rc && ((!strncmp(sample_name[i], "kv", 2) && strncmp(sample_name[i], "kvevent", 7)) || !strcmp(sample_name[i], "offer")))
                     fail_msg("%s: bit %d of byte %zu was changed and not noticed", sample_name[i], bit, at);
                 pd_buf_free(&out);
             }
