@@ -17,8 +17,9 @@ struct pd_desk {
     struct pd_loop *l;
     /* the loop's */
     struct pd_keyed runs;
-    uint32_t n_open, max_runs;          /* not answered */
+    uint32_t max_runs;
     struct pd_client *held, **last_held;        /* who wait to be read again */
+    uint64_t n_left;                    /* runs that gave up their name */
     struct pd_seen seen;                /* runs of bare requests: one that comes again is a replay */
     struct pd_post post;
     struct pd_metric *m_runs;
@@ -165,7 +166,7 @@ static void run_free(struct pd_desk *k, struct pd_desk_run *r)
 
 static void let_read(struct pd_desk *k)
 {
-    while (k->n_open < k->max_runs && k->held) {
+    while (k->runs.n < k->max_runs && k->held) {
         struct pd_client *c = k->held;
         if (!(k->held = c->next_held))
             k->last_held = &k->held;
@@ -184,21 +185,15 @@ static void settle(struct pd_client *c)
 
 void pd_desk_look(struct pd_desk *k, struct pd_desk_run *r)
 {
-    if (!r->over || r->pending.n)
-        return;
-    if (!r->answered) {
-        r->answered = true;
-        k->n_open--;
-        pd_metric_set(k->m_runs, k->n_open);
-        if (r->client)
-            settle(r->client);
-        r->client = NULL;
-        let_read(k);
-    }
-    if (r->kept)
+    struct pd_client *c = r->client;
+    if (!r->over || r->pending.n || r->kept)
         return;
     pd_keyed_remove(&k->runs, r);
+    pd_metric_set(k->m_runs, (int64_t)k->runs.n);
     run_free(k, r);
+    if (c)
+        settle(c);
+    let_read(k);
     if (!k->runs.n && k->ops.idle)
         k->ops.idle(k->ops.ctx);
     pd_daemon_poke(k->d);
@@ -291,16 +286,13 @@ void pd_desk_cancel(struct pd_desk *k, struct pd_desk_run *r, enum pd_why why)
 
 void pd_desk_move(struct pd_desk *k, struct pd_desk_run *r, struct pd_client *to)
 {
+    (void)k;
     if (r->client == to)
         return;
-    if (!r->answered && r->client)
-        pd_conn_owe(r->client->c, -1);
+    if (r->client)
+        settle(r->client);
     r->client = to;
     pd_conn_owe(to->c, 1);
-    if (r->answered) {
-        r->answered = false;
-        pd_metric_set(k->m_runs, ++k->n_open);
-    }
 }
 
 struct pd_desk_run *pd_desk_find(const struct pd_desk *k, const char *name, size_t n)
@@ -367,6 +359,16 @@ static void cancel_of_client(struct pd_desk *k, struct pd_client *from, const st
         pd_desk_cancel(k, r, PD_WHY_RECORD);
 }
 
+/* It is on its way out, and another run has its name now. */
+static int give_up_name(struct pd_desk *k, struct pd_desk_run *r, struct pd_err *e)
+{
+    uint8_t key[8];
+    pd_put_be64(key, ++k->n_left);
+    pd_keyed_remove(&k->runs, r);
+    int rc = pd_keyed_add(&k->runs, r, key, sizeof key, e);
+    return rc < 0 ? pd_keyed_add(&k->runs, r, r->name, PD_RUN_LEN, NULL), rc : 0;      /* there was room for it a moment ago */
+}
+
 /* 0 a new one that may be taken in; 1 it is in hand, and was told so; < 0 refused. */
 static int look_at(struct pd_desk *k, struct pd_client *from, struct pd_desk_run *r, const char **action, struct pd_err *e)
 {
@@ -377,8 +379,10 @@ static int look_at(struct pd_desk *k, struct pd_client *from, struct pd_desk_run
     if (r->routed && (rc = pd_routing_decode(q->route, &r->mem, &r->route, e)) < 0)
         return rc;
     if (r->routed && (old = pd_desk_find(k, q->run, PD_RUN_LEN))) {
-        k->ops.again(k->ops.ctx, old, from, &r->in, &r->route);
-        return 1;
+        if (k->ops.again(k->ops.ctx, old, from, &r->in, &r->route))
+            return 1;
+        if ((rc = give_up_name(k, old, e)) < 0)
+            return rc;
     }
     from->routes |= r->routed;
     if (from->drains) {
@@ -432,11 +436,8 @@ static void on_record(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
         if (pd_map_find(rec->p, rec->n, "stream", &v) == 1)
             pd_get_bool(v, &r->stream);
         r->client = from;
-        k->n_open++;
-        if ((rc = k->ops.admit(k->ops.ctx, r, &e)) < 0) {
+        if ((rc = k->ops.admit(k->ops.ctx, r, &e)) < 0)
             pd_keyed_remove(&k->runs, r);
-            k->n_open--;
-        }
     }
     if (rc) {
         if (rc < 0)
@@ -445,8 +446,8 @@ static void on_record(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
         return;
     }
     pd_conn_owe(c, 1);
-    pd_metric_set(k->m_runs, k->n_open);
-    if (k->n_open >= k->max_runs && !from->held && !r->routed)
+    pd_metric_set(k->m_runs, (int64_t)k->runs.n);
+    if (k->runs.n >= k->max_runs && !from->held && !r->routed)
         hold(k, from);
 }
 
@@ -497,10 +498,10 @@ static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
             continue;
         r->client = NULL;
         r->pending.n = r->at = 0;
-        if (r->over)
-            pd_desk_look(k, r);
-        else
+        if (!r->over || r->kept)
             pd_desk_cancel(k, r, PD_WHY_GONE);
+        else
+            pd_desk_look(k, r);
     }
     pd_free(client);
 }

@@ -4,11 +4,12 @@
  * turns of its work. Back come a run's records and news, gathered over a turn and handed over in one piece (or at once: pd_desk_flush). Whatever the thread
  * wrote into a run before is seen by `news`.
  *
- * A run is in hand from its record on until the thread is done with it (pd_desk_over), all its records are put, and its owner keeps it no longer (`kept`); its
- * client's answer is owed until the first two. A run of a client that is gone loses its records, no more.
+ * A run is in hand from its record on until the thread is done with it (pd_desk_over), all its records are put, and its owner keeps it no longer (`kept`); so
+ * long its client's answer is owed. A run whose client goes away is cancelled.
  *
  * Requests with a route come from a router, which multiplexes many clients over one connection: that connection is never held, since what would free a run (a
- * cancel, another route) comes over it too. Past PD_DESK_MOST runs they are refused, to be tried elsewhere. A request that names a run in hand is `again`.
+ * cancel, another route) comes over it too. Past PD_DESK_MOST runs they are refused, to be tried elsewhere. A request that names a run in hand is `again`: a
+ * router tries anew when a worker failed it, under the run's one name.
  */
 #ifndef PD_SERVE_DESK_H
 #define PD_SERVE_DESK_H
@@ -42,7 +43,7 @@ struct pd_desk_run {            /* the owner's run begins with it */
     _Atomic int cancelled;      /* an enum pd_why, set by the loop */
     /* the desk's: the loop */
     struct pd_buf pending; size_t at;   /* records that wait for room */
-    bool over, answered;
+    bool over;
     /* the thread */
     struct pd_buf out;
     bool ended, touched;
@@ -62,8 +63,9 @@ struct pd_desk_ops {
     size_t run_size;
     /* loop */
     int (*admit)(void *ctx, struct pd_desk_run *r, struct pd_err *e);   /* a new one, to be begun; < 0: refused */
-    /* The same run again, from whichever client. The intake is the callee's to take (then zeroed); route: during the call. */
-    void (*again)(void *ctx, struct pd_desk_run *r, struct pd_client *from, struct pd_intake *in, const struct pd_routing *route);
+    /* The same run again, from whichever client; in and route: during the call. true: it is dealt with. false: the one in hand is on its way out, and this one
+     * is admitted as a new run beside it: the name is found to be the new one's from here on. */
+    bool (*again)(void *ctx, struct pd_desk_run *r, struct pd_client *from, const struct pd_intake *in, const struct pd_routing *route);
     void (*refuse)(void *ctx, const struct pd_request *q, const struct pd_err *why, const char *action, struct pd_buf *b);      /* encode the answer */
     void (*news)(void *ctx, struct pd_desk_run *r);                     /* the thread touched it; its records are put already. May be NULL */
     void (*cancel)(void *ctx, struct pd_desk_run *r);                   /* `cancelled` was set just now */

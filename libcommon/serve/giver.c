@@ -8,7 +8,7 @@
 #include "link.h"
 #include "register.h"
 
-enum { REACH_US = 5000000 /* to reach a decode worker */, AGAIN_US = 20000, AGAIN_MOST_US = 500000, ACCEPT_US = 20000000 /* it may wait for blocks */ };
+enum { REACH_US = 2000000 /* to reach a decode worker */, AGAIN_US = 20000, AGAIN_MOST_US = 500000, ACCEPT_US = 20000000 /* it may wait for blocks */ };
 
 /* A decode worker, by its address. */
 struct peer {
@@ -24,13 +24,17 @@ struct peer {
 
 struct give {
     struct pd_desk_run d;
+    struct giver *g;
     /* the loop's */
     struct peer *peer;
     uint8_t op[16], lease[PD_LEASE_ID_LEN];
-    struct pd_move *move;       /* on its way */
-    bool leased, lease_over, published, settled, failed, dropping;      /* settled: the decode worker has it; failed: its error was put */
-    struct pd_err no_d;         /* why the decode worker has no KV of it */
-    bool no_d_told;
+    struct pd_move *move;       /* on its way, */
+    struct pd_link *link;       /* over this */
+    bool moved_on;              /* it is that of an attempt before this one */
+    uint64_t sum;               /* of the request less what an attempt changes */
+    /* published: it is computed; kv_told: the client has its kv; settled: the decode worker has its KV; failed: its error was put */
+    bool leased, lease_over, published, kv_told, settled, failed, dropping;
+    struct pd_err no_d;         /* why the decode worker has no KV of it, after kv_told */
     struct pd_call c_take, c_drop;
     /* the thread's, read by the loop as the flags say */
     struct pd_intake in;
@@ -43,7 +47,7 @@ struct give {
     uint32_t *blocks;           /* [plan.n_blocks], from started on */
     _Atomic uint32_t *done;     /* [layers]: ranges that are final */
     uint32_t *told;             /* [layers], the loop's: of them, what the move knows */
-    _Atomic bool at_batch, started, finished;
+    _Atomic bool at_batch, described, started, finished;
 };
 
 struct giver {
@@ -75,7 +79,7 @@ static void reach(struct peer *p);
 
 static void step_of(struct giver *g, const struct give *r, enum pd_state_id state, uint64_t bytes, const char *cause, const uint8_t *lease)
 {
-    struct pd_step s = { .run = r->d.name, .where = "remote", .gen = r->desc.fp_fields.p ? r->desc.gen : NULL, .op = r->op, .lease = lease };
+    struct pd_step s = { .run = r->d.name, .where = "remote", .gen = atomic_load(&r->described) ? r->desc.gen : NULL, .op = r->d.route.op, .lease = lease };
     pd_run_step(g->o.trace, &s, state, bytes, cause);
 }
 
@@ -87,7 +91,6 @@ static int describe(struct giver *g, struct give *r, struct pd_err *e)
         return rc;
     pd_describe(g->rt, &r->in, d);
     d->request.route = d->request.cancel_token = (struct pd_bin){ NULL, 0 };
-    memcpy(d->op, r->op, sizeof d->op);
     rc = pd_describe_plan(g->rt, d, &r->plan, e);
     rc = rc ? rc : pd_describe_check(d, g->max_record, e);
     if (rc)
@@ -96,6 +99,7 @@ static int describe(struct giver *g, struct give *r, struct pd_err *e)
     if (!(r->first = pd_arena_alloc(a, (size_t)r->in.req.n, sizeof *r->first, e)) || !(r->blocks = pd_arena_alloc(a, r->plan.n_blocks, sizeof *r->blocks, e)) ||
         !(r->done = pd_arena_alloc(a, r->plan.layers, sizeof *r->done, e)) || !(r->told = pd_arena_alloc(a, r->plan.layers, sizeof *r->told, e)))
         return PD_ENOMEM;
+    atomic_store(&r->described, true);
     return 0;
 }
 
@@ -108,7 +112,7 @@ static void finish(struct giver *g, struct give *r)
 static void take(void *ctx)
 {
     struct give *r = ctx;
-    struct giver *g = r->peer->g;
+    struct giver *g = r->g;
     struct pd_err e;
     atomic_store(&r->at_batch, true);
     if (atomic_load(&r->d.cancelled))
@@ -127,7 +131,7 @@ static void take(void *ctx)
 static void drop(void *ctx)
 {
     struct give *r = ctx;
-    struct giver *g = r->peer->g;
+    struct giver *g = r->g;
     if (r->run)
         pd_run_drop(g->batch, r->run);
     r->run = NULL;
@@ -263,7 +267,7 @@ static void put_error(struct giver *g, struct give *r, const struct pd_err *why,
 /* The run fails, before its kv was told. */
 static void fail(struct giver *g, struct give *r, const struct pd_err *why, const char *action)
 {
-    if (r->failed || r->published)
+    if (r->failed || r->kv_told)
         return;
     r->failed = true;
     pd_error("run %s: %s", r->d.name, why->msg);
@@ -274,32 +278,58 @@ static void fail(struct giver *g, struct give *r, const struct pd_err *why, cons
     let_go(g, r);
 }
 
-/* The decode worker has no KV of it. Told once the client has its kv; until then another place may be named for it. */
+/* The decode worker has no KV of it, and does not know. It is kept for a while, for another to take up. */
 static void not_given(struct giver *g, struct give *r, const struct pd_err *why)
 {
-    if (r->settled || r->failed || atomic_load(&r->d.cancelled))
+    if (r->settled || r->failed || r->no_d.code || atomic_load(&r->d.cancelled))
         return;
-    if (why && !r->no_d.code)
-        r->no_d = *why;
-    if (!r->published || !r->no_d.code || r->no_d_told)
+    if (!r->kv_told) {
+        fail(g, r, why, "retry");
         return;
-    r->no_d_told = true;
+    }
+    r->no_d = *why;
     pd_metric_add(g->m_not_given, 1);
-    pd_warn("run %s: %s", r->d.name, r->no_d.msg);
-    put_error(g, r, &r->no_d, "reroute");
+    pd_warn("run %s: %s", r->d.name, why->msg);
+    put_error(g, r, why, "retry");
 }
 
-static int put_kv(struct giver *g, struct give *r, struct pd_err *e)
+/* The descriptor as it is for this attempt. */
+static struct pd_kvdesc desc_of(const struct give *r)
+{
+    struct pd_kvdesc d = r->desc;
+    memcpy(d.op, r->op, sizeof d.op);
+    return d;
+}
+
+/* The client's answer, once the KV is there and its decode worker has it offered. */
+static void put_kv(struct giver *g, struct give *r)
 {
     struct pd_buf b = { 0 };
-    struct pd_kvdesc kv = r->desc;
+    struct pd_kvdesc kv = desc_of(r);
+    struct pd_err e;
     kv.payload = (struct pd_payload){ .bytes = 0 };
     kv.lease = (struct pd_bin){ NULL, 0 };
-    int rc = pd_kvdesc_encode(&kv, &b, e);
-    if (!rc)
+    if (pd_kvdesc_encode(&kv, &b, &e) < 0)
+        fail(g, r, &e, "abort");
+    else {
         pd_desk_put(g->desk, &r->d, &b);
+        r->kv_told = true;
+    }
     pd_buf_free(&b);
-    return rc;
+}
+
+/* Offered and computed: the move closes, and the client is told. */
+static void close_move(struct giver *g, struct give *r)
+{
+    struct pd_kvdesc d = desc_of(r);
+    struct pd_err e;
+    if (pd_give_finish(r->move, &d, &e) < 0) {
+        if (e.code != PD_ECANCEL)       /* else its last event is coming */
+            not_given(g, r, &e);
+        return;
+    }
+    pd_link_soon(r->peer->link);
+    put_kv(g, r);
 }
 
 static void publish(struct giver *g, struct give *r)
@@ -311,20 +341,14 @@ static void publish(struct giver *g, struct give *r)
         return;
     }
     step_of(g, r, PD_ST_KV_PUBLISHED, r->plan.bytes, NULL, r->lease);       /* before the kv leaves: what decode does next comes after it in the log */
-    if (r->move && (rc = pd_give_finish(r->move, &r->desc, &e)) < 0)
-        not_given(g, r, &e);
-    if (r->move && r->peer->link)
-        pd_link_soon(r->peer->link);
-    if ((rc = put_kv(g, r, &e)) < 0) {
-        fail(g, r, &e, "abort");
-        return;
-    }
     r->published = true;
     pd_metric_add(g->m_ends[0], 1);
     pd_metric_add(g->m_tokens, r->desc.n_tokens);
     let_go(g, r);
-    not_given(g, r, NULL);
-    try_give(g, r);
+    if (r->move)
+        close_move(g, r);
+    else
+        try_give(g, r);
 }
 
 /* ---- the loop: giving ---- */
@@ -336,26 +360,38 @@ static void ready_chunks(struct give *r)
             pd_give_ready(r->move, r->told[l] * r->plan.layers + l, 1);
 }
 
+/* An earlier attempt at this run is still ending on that connection. */
+static bool name_is_busy(const struct giver *g, const struct give *r)
+{
+    for (struct give *o = (void *)pd_desk_first(g->desk); o; o = (void *)o->d.node.next)
+        if (o != r && o->move && o->link == r->peer->link && !strcmp(o->d.name, r->d.name))
+            return true;
+    return false;
+}
+
 static void try_give(struct giver *g, struct give *r)
 {
     struct pd_err e;
-    if (!r->leased || r->move || r->settled || r->failed || r->no_d.code || !r->peer->open || atomic_load(&r->d.cancelled))
+    if (!r->leased || r->move || r->settled || r->failed || r->no_d.code || !r->peer->open || atomic_load(&r->d.cancelled) || name_is_busy(g, r))
         return;
-    struct pd_give give = { .desc = &r->desc, .blocks = r->blocks, .chunk_blocks = r->plan.chunk_blocks, .via = pd_link_via(r->peer->link) };
+    struct pd_kvdesc d = desc_of(r);
+    struct pd_give give = { .desc = &d, .blocks = r->blocks, .chunk_blocks = r->plan.chunk_blocks, .via = pd_link_via(r->peer->link) };
     memcpy(give.lease, r->lease, sizeof give.lease);
     step_of(g, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL, r->lease);
     int rc = pd_give(pd_link_xfer(r->peer->link), &give, pd_mono_us(), &r->move, &e);
     if (rc < 0) {
+        r->move = NULL;
         not_given(g, r, &e);
         return;
     }
+    r->link = r->peer->link;
     pd_move_set(r->move, r);
     pd_metric_add(g->m_moves, 1);
     memset(r->told, 0, r->plan.layers * sizeof *r->told);
     ready_chunks(r);
-    if (r->published && pd_give_finish(r->move, &r->desc, &e) < 0)
-        not_given(g, r, &e);
-    pd_link_soon(r->peer->link);
+    if (r->published)
+        close_move(g, r);
+    pd_link_soon(r->link);
 }
 
 /* The first step has its blocks: they are leased from here on. */
@@ -383,7 +419,7 @@ static void on_news(void *ctx, struct pd_desk_run *dr)
         lease(g, r);
     if (r->move) {
         ready_chunks(r);
-        pd_link_soon(r->peer->link);
+        pd_link_soon(r->link);
     }
     if (finished && r->why.code)
         fail(g, r, &r->why, "abort");
@@ -391,38 +427,32 @@ static void on_news(void *ctx, struct pd_desk_run *dr)
         publish(g, r);
 }
 
-static void wanted_no_more(struct giver *g, struct give *r, const char *cause)
-{
-    end_lease(g, r, cause);
-    settle(g, r);
-}
-
 /* Its last event. */
 static void move_over(struct giver *g, struct give *r, struct pd_link *k, const struct pd_xfer_event *ev)
 {
-    bool lost = !pd_xfer_open(pd_link_xfer(k));
+    bool lost = !pd_xfer_open(pd_link_xfer(k)), moved_on = r->moved_on;
+    struct pd_err why = ev->err;
     r->move = NULL;
+    r->link = NULL;
+    r->moved_on = false;
     pd_metric_add(g->m_moves, -1);
     if (ev->kind == PD_XE_CANCELLED)
         step_of(g, r, PD_ST_CANCEL_ACKED, 0, ev->err.msg, r->lease);
-    if (ev->kind == PD_XE_RELEASED || r->settled) {
-        wanted_no_more(g, r, "the decode worker has it");
-        return;
-    }
-    if (r->peer->link != k && !r->no_d.code) {  /* another place was named meanwhile */
+    if (moved_on)
         try_give(g, r);
-        settle(g, r);
-        return;
-    }
-    struct pd_err why = ev->err;
-    if (!lost && !r->published && !atomic_load(&r->d.cancelled)) {
-        pd_err_prefix(&why, "its KV is not wanted");
-        fail(g, r, &why, "recompute");
-    } else if (lost) {          /* kept for a while, for another to take up */
+    else if (ev->kind == PD_XE_RELEASED || r->settled)
+        end_lease(g, r, "the decode worker has it");
+    else if (lost) {
         pd_err_prefix(&why, "its KV did not reach the decode worker");
         not_given(g, r, &why);
+    } else if (!r->kv_told && !atomic_load(&r->d.cancelled)) {
+        pd_err_prefix(&why, "its KV is not wanted");
+        fail(g, r, &why, "recompute");
     } else
-        wanted_no_more(g, r, "the decode worker does not want it");
+        end_lease(g, r, "the decode worker does not want it");
+    struct give *heir = (struct give *)pd_desk_find(g->desk, r->d.name, PD_RUN_LEN);
+    if (heir && heir != r)
+        try_give(g, heir);
     settle(g, r);
 }
 
@@ -430,16 +460,15 @@ static void move_over(struct giver *g, struct give *r, struct pd_link *k, const 
 
 static bool waits(const struct give *r, const struct peer *p)
 {
-    return r->peer == p && !r->move && !r->settled && !r->failed && !r->no_d.code && !r->d.over && !atomic_load(&r->d.cancelled);
+    return r->peer == p && !r->move && !r->settled && !r->failed && !r->no_d.code && !atomic_load(&r->d.cancelled) && !(r->published && !r->leased);
 }
 
 static void fail_waiting(struct peer *p, const struct pd_err *why)
 {
     for (struct give *r = (void *)pd_desk_first(p->g->desk), *next; r; r = next) {
         next = (void *)r->d.node.next;
-        if (!waits(r, p) && !(r->published && r->peer == p && !r->move && r->leased))
-            continue;
-        not_given(p->g, r, why);
+        if (waits(r, p))
+            not_given(p->g, r, why);
     }
 }
 
@@ -458,7 +487,7 @@ static void peer_drop(struct peer *p)
 static bool anyone_waits(const struct peer *p)
 {
     for (struct give *r = (void *)pd_desk_first(p->g->desk); r; r = (void *)r->d.node.next)
-        if (r->peer == p && !r->move && !r->settled && !r->failed && !r->no_d.code && !atomic_load(&r->d.cancelled))
+        if (waits(r, p))
             return true;
     return false;
 }
@@ -539,6 +568,8 @@ static void on_link_event(void *ctx, struct pd_link *k, const struct pd_xfer_eve
     struct giver *g = ctx;
     struct peer *p = pd_link_get(k);
     struct give *r = ev->move ? pd_move_get(ev->move) : NULL;
+    if (ev->move && !r)         /* of an attempt that was given up */
+        return;
     switch (ev->kind) {
     case PD_XE_READY:
         if (ev->err.code)
@@ -549,7 +580,7 @@ static void on_link_event(void *ctx, struct pd_link *k, const struct pd_xfer_eve
         for_all_of(p, try_give);
         break;
     case PD_XE_VERIFIED:
-        r->settled = true;
+        r->settled = !r->moved_on;
         pd_metric_add(g->m_given[!strcmp(pd_move_scheme(ev->move), "shm")], 1);
         pd_metric_add(g->m_given_bytes, (int64_t)ev->bytes);
         break;
@@ -571,13 +602,30 @@ static void on_link_event(void *ctx, struct pd_link *k, const struct pd_xfer_eve
 
 /* ---- the loop: requests ---- */
 
+/* Of a request, less what one attempt at it may have otherwise than another. */
+static int sum_of(const struct pd_request *q, uint64_t *sum, struct pd_err *e)
+{
+    struct pd_request c = *q;
+    struct pd_buf b = { 0 };
+    c.route = c.cancel_token = c.timeouts_ms = c.slo = (struct pd_bin){ NULL, 0 };
+    c.extra = (struct pd_extra){ NULL, 0, 0 };
+    c.has &= ~(uint32_t)(PD_RQ_DEADLINE | PD_RQ_ARRIVAL | PD_RQ_PRIORITY);
+    int rc = pd_request_encode(&c, &b, e);
+    if (!rc)
+        *sum = pd_xxh3(b.p, b.n, 0);
+    pd_buf_free(&b);
+    return rc;
+}
+
 static int admit(void *ctx, struct pd_desk_run *dr, struct pd_err *e)
 {
     struct giver *g = ctx;
     struct give *r = (struct give *)dr;
     if (!dr->routed || !dr->route.d.at.p)
         return pd_fail(e, PD_EFAIL, "request: this worker only prefills; a request needs a route that says where its KV goes (send it to pd-route)");
-    int rc = peer_of(g, dr->route.d.at, &r->peer, e);
+    r->g = g;
+    int rc = sum_of(&dr->in.req, &r->sum, e);
+    rc = rc ? rc : peer_of(g, dr->route.d.at, &r->peer, e);
     if (rc < 0)
         return rc;
     r->peer->n_runs++;
@@ -591,43 +639,50 @@ static int admit(void *ctx, struct pd_desk_run *dr, struct pd_err *e)
     return 0;
 }
 
-static void again(void *ctx, struct pd_desk_run *dr, struct pd_client *from, struct pd_intake *in, const struct pd_routing *route)
+static bool again(void *ctx, struct pd_desk_run *dr, struct pd_client *from, const struct pd_intake *in, const struct pd_routing *route)
 {
     struct giver *g = ctx;
     struct give *r = (struct give *)dr;
-    struct peer *p;
+    struct peer *p = NULL;
     struct pd_err e;
-    int rc = 0;
-    if (memcmp(route->op, r->op, sizeof r->op))
-        rc = pd_fail(&e, PD_EFAIL, "request: run %s is in hand here with another op; cancel that first", dr->name);
-    else if (r->failed || atomic_load(&dr->cancelled))
-        rc = pd_fail(&e, PD_ECANCEL, "request: run %s has just ended here", dr->name);
+    uint64_t sum;
+    if (r->failed || atomic_load(&dr->cancelled) || (r->published && !r->leased))
+        return false;
+    int rc = route->d.at.p ? sum_of(&in->req, &sum, &e) : pd_fail(&e, PD_EFAIL, "request: its route does not say where its KV goes");
     rc = rc ? rc : peer_of(g, route->d.at, &p, &e);
     if (rc < 0) {
-        pd_desk_refuse(g->desk, from, &in->req, &e, "retry");
-        return;
+        pd_desk_refuse(g->desk, from, &in->req, &e, "abort");
+        return true;
     }
+    if (sum != r->sum) {        /* one name, another run */
+        peer_drop(p);
+        pd_desk_cancel(g->desk, dr, PD_WHY_RECORD);
+        return false;
+    }
+    bool new = p != r->peer || memcmp(route->op, r->op, sizeof r->op);
+    p->n_runs++;
+    r->peer->n_runs--;
+    if (p != r->peer)
+        peer_drop(r->peer);
+    r->peer = p;
+    memcpy(r->op, route->op, sizeof r->op);
     pd_desk_move(g->desk, dr, from);
-    if (p != r->peer) {
-        struct peer *old = r->peer;
-        r->peer = p;
-        p->n_runs++;
-        old->n_runs--;
-        peer_drop(old);
-        r->settled = false;
+    if (new)
+        r->settled = r->kv_told = false;
+    if (new && r->move && r->link != p->link) {         /* the old attempt's: it ends by itself, beside the new one */
+        pd_move_set(r->move, NULL);
+        pd_metric_add(g->m_moves, -1);
+        r->move = NULL;
+        r->link = NULL;
     }
+    r->moved_on = new && r->move;
     r->no_d = (struct pd_err){ 0 };
-    r->no_d_told = false;
-    if (r->published && !r->leased && !r->move) {
-        pd_fail(&e, PD_ETIME, "request: the KV of run %s is gone", dr->name);
-        put_error(g, r, &e, "retry");
-        return;
-    }
-    if (r->published && put_kv(g, r, &e) < 0)
-        put_error(g, r, &e, "abort");
+    if (r->kv_told)
+        put_kv(g, r);
     reach(p);
     try_give(g, r);
     settle(g, r);
+    return true;
 }
 
 static void on_cancel_run(void *ctx, struct pd_desk_run *dr)
@@ -637,7 +692,7 @@ static void on_cancel_run(void *ctx, struct pd_desk_run *dr)
     struct pd_err why;
     const char *text = pd_why_text((enum pd_why)atomic_load(&dr->cancelled));
     pd_fail(&why, PD_ECANCEL, "%s", text);
-    if (!r->published && !r->failed)
+    if (!r->kv_told && !r->failed)
         fail(g, r, &why, "abort");
     else {
         step_of(g, r, PD_ST_CANCELLED, 0, text, NULL);
@@ -673,8 +728,11 @@ static void on_lease(void *ctx, enum pd_lease_step step, const struct pd_lease_i
                                               PD_ST_LEASE_REVOKED, PD_ST_REAPED };
     struct giver *g = ctx;
     struct give *r = (struct give *)pd_desk_find(g->desk, l->run, PD_RUN_LEN);
+    if (step != PD_LEASE_STEP_GRANTED && !(r && !memcmp(r->lease, l->id, sizeof r->lease)))         /* one that gave up its name */
+        for (r = (void *)pd_desk_first(g->desk); r && memcmp(r->lease, l->id, sizeof r->lease);)
+            r = (void *)r->d.node.next;
     pd_metric_add(g->m_lease[step], 1);
-    struct pd_step s = { .run = l->run, .gen = l->gen, .lease = l->id, .where = "remote", .op = r ? r->op : NULL };
+    struct pd_step s = { .run = l->run, .gen = l->gen, .lease = l->id, .where = "remote", .op = r ? r->d.route.op : NULL };
     pd_trace_step(g->o.trace, &s, state[step], 0, l->cause);
     if (step != PD_LEASE_STEP_RELEASED && step != PD_LEASE_STEP_EXPIRED && step != PD_LEASE_STEP_REVOKED)
         return;
@@ -698,10 +756,10 @@ static void on_tidy(void *ctx)
         next = (void *)r->d.node.next;
         if (!r->lease_over || r->leased)
             continue;
-        if (r->published && !r->settled && !r->no_d.code && !r->move) {
+        if (r->published && !r->settled && !r->failed && !r->no_d.code && !r->move) {
             pd_fail(&e, PD_ETIME, "its lease ended before a decode worker had its KV");
             not_given(g, r, &e);
-        } else if (!r->published && !r->failed && !atomic_load(&r->finished)) {
+        } else if (!r->published && !r->failed) {
             pd_fail(&e, PD_ETIME, "its lease ended while it was being computed");
             fail(g, r, &e, "retry");
         }
@@ -728,7 +786,7 @@ static void on_stuck(void *ctx)
 {
     struct giver *g = ctx;
     for (struct give *r = (void *)pd_desk_first(g->desk); r; r = (void *)r->d.node.next)
-        if (r->leased && !r->move && r->published && r->no_d.code)
+        if (r->leased && !r->move && r->no_d.code)
             end_lease(g, r, "its blocks were needed");
     atomic_store(&g->is_stuck, false);
 }

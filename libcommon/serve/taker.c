@@ -95,8 +95,19 @@ static const char *kind_of(const struct pd_xfer_event *ev, bool lost)
     case PD_ECORRUPT: return "integrity";
     case PD_ENOMEM: return "out_of_blocks";
     case PD_ETIME: return strstr(ev->err.msg, "lease") ? "lease_ended" : "transfer_timeout";
-    default: return lost ? "prefill_lost" : ev->kind == PD_XE_CANCELLED ? "lease_ended" : "kv_failed";
+    default: return lost ? "prefill_worker_gone" : ev->kind == PD_XE_CANCELLED ? "lease_ended" : "kv_failed";
     }
+}
+
+/* Its prefill worker went away before the kv came: the router, which knows that, may have another; else it is computed here. */
+static void wait_for_word(struct pd_taker *t, struct pd_expect *x, const struct pd_err *why)
+{
+    leave_room(t, x);
+    t->n.moving -= x->accepted;
+    x->move = NULL;
+    x->accepted = false;
+    x->why = *why;
+    x->give_up = pd_mono_us() + PD_TAKER_WORD_US;
 }
 
 static uint32_t blocks_of(const struct pd_taker *t, const struct pd_kvdesc *d)
@@ -242,7 +253,9 @@ static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *e
             on_taken(t, x, ev);
         break;
     case PD_XE_FAILED: case PD_XE_CANCELLED:
-        if (x)
+        if (x && !pd_xfer_open(pd_link_xfer(k)) && pd_move_desc(ev->move)->offer)
+            wait_for_word(t, x, &ev->err);
+        else if (x)
             fail(t, x, kind_of(ev, !pd_xfer_open(pd_link_xfer(k))), &ev->err);
         else
             forget_early(t, ev->move);
@@ -275,7 +288,9 @@ static void on_timer(void *ctx)
         if (x->move || now < x->give_up)
             continue;
         pd_fail(&e, PD_ETIME, "no KV was offered in time");
-        fail(t, x, "prefill_timeout", &e);
+        if (x->why.code)
+            e = x->why;
+        fail(t, x, x->why.code ? "prefill_worker_gone" : "prefill_timeout", &e);
     }
     pd_taker_room(t);
 }

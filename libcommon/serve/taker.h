@@ -11,6 +11,7 @@
 #include "link.h"
 
 #define PD_TAKER_EARLY_US 5000000
+#define PD_TAKER_WORD_US 1000000        /* for the router's word, after a prefill worker went away before its kv came */
 
 struct pd_expect {              /* part of a run */
     struct pd_node node;        /* by the run's name */
@@ -21,6 +22,7 @@ struct pd_expect {              /* part of a run */
     bool accepted;
     int64_t give_up, transfer_us;       /* no offer by then (mono us); how long a transfer may take, 0: as long as something comes */
     int64_t t_offer;
+    struct pd_err why;          /* its prefill worker went away: the router has until give_up to name another */
     struct pd_expect *next_room;        /* waiting for room */
     bool wants_room;
 };

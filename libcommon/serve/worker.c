@@ -333,34 +333,38 @@ static int admit(void *ctx, struct pd_desk_run *d, struct pd_err *e)
     return pd_taker_expect(w->taker, &r->x, d->name, e);
 }
 
-static void again(void *ctx, struct pd_desk_run *d, struct pd_client *from, struct pd_intake *in, const struct pd_routing *route)
+static bool again(void *ctx, struct pd_desk_run *d, struct pd_client *from, const struct pd_intake *in, const struct pd_routing *route)
 {
     struct worker *w = ctx;
     struct run *r = (struct run *)d;
     struct pd_err e;
+    if (d->over || atomic_load(&d->cancelled))
+        return false;
     if (d->client != from) {
         pd_fail(&e, PD_EFAIL, "request: run %s is in hand here for another connection", d->name);
         pd_desk_refuse(w->desk, from, &in->req, &e, "reroute");
-        return;
+        return true;
     }
     if (!r->x.expected)
-        return;                 /* it is being computed, or decoded */
+        return true;            /* it is being computed, or decoded */
     if (strcmp(route->mode, "remote")) {
         pd_taker_forget(w->taker, &r->x, "the router says local");
         if (route->fallback.p)
             keep_text(r, route->fallback.p, route->fallback.n);
         begin(w, r, !strcmp(route->mode, "local") ? "local" : "aggregated");
-        return;
+        return true;
     }
     if (memcmp(route->op, r->x.op, sizeof r->x.op)) {
         pd_taker_forget(w->taker, &r->x, "the router names another op");
         memcpy(r->x.op, route->op, sizeof r->x.op);
         memcpy(d->route.op, route->op, sizeof d->route.op);
     }
+    r->x.why = (struct pd_err){ 0 };
     r->x.give_up = pd_mono_us() + timeout_us(&in->req, "prefill", PREFILL_US);
     if (!r->x.expected && pd_taker_expect(w->taker, &r->x, d->name, &e) < 0)
         begin(w, r, "local");
     pd_taker_room(w->taker);
+    return true;
 }
 
 static void on_cancel_run(void *ctx, struct pd_desk_run *d)

@@ -4,7 +4,7 @@
  * remote waits for the KV of its run and op, which a prefill worker dials in with (hello) and offers; it is taken, verified, and decoded from there, and
  * no token of it leaves before that. What goes wrong with the KV ends in computing it here at once, and the result says so in `fallback`: a kind, ": ", words.
  *   prefill_timeout       nobody offered it within timeouts_ms.prefill (60 s)
- *   prefill_lost          the connection to the prefill worker ended
+ *   prefill_worker_gone   the connection to the prefill worker ended: at once when its KV was complete, else unless the router names another within a second
  *   transfer_timeout      timeouts_ms.transfer has passed, or nothing came for a while
  *   lease_ended           the lease ran out, or the prefill worker withdrew it
  *   integrity             checksum, layout, other tokens than the request's

@@ -353,8 +353,8 @@ static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *r
     enum pd_state_id id = rec->state;
     bool barred, again = r->seen & PD_BIT(id), begins = id == PD_ST_PREFILL_STARTED || id == PD_ST_KV_TRANSFER_STARTED || id == PD_ST_DECODE_STARTED;
     int rc = 0;
-    if (is_stale(r, p)) {       /* work for an attempt that was given up, unless it begins anew */
-        if (!begins || again || pd_state_clash(id, r->seen, r->ever, &barred))
+    if (is_stale(r, p)) {       /* work for an attempt that was given up, unless it begins anew, or joins what the other end of a transfer has begun */
+        if (!begins || (again && !pd_state[id].both) || (!again && pd_state_clash(id, r->seen, r->ever, &barred)))
             return 0;
         for (int i = 0; i < r->n_stale; i++)
             if (r->stale[i] == p)

@@ -21,7 +21,7 @@ const struct pd_state pd_state[PD_N_STATES] = {
                                .if_seen = B(KV_TRANSFER_STARTED), .then = B(KV_TRANSFER_COMPLETED) },
     [PD_ST_STREAMING] = { .name = "streaming", .class = PD_SC_STEP, .after = B(DECODE_STARTED) | B(KV_PUBLISHED) | B(FIRST_TOKEN_EARLY),
                           .if_seen = B(KV_TRANSFER_STARTED), .then = B(DECODE_STARTED) | B(FIRST_TOKEN_EARLY), .both = true },
-    [PD_ST_COMPLETED] = { .name = "completed", .class = PD_SC_END, .after = B(STREAMING), .both = true },
+    [PD_ST_COMPLETED] = { .name = "completed", .class = PD_SC_END, .after = B(STREAMING), .or_ever = B(STREAMING), .both = true },
     [PD_ST_CANCELLED] = { .name = "cancelled", .class = PD_SC_END, .both = true },
     [PD_ST_FAILED] = { .name = "failed", .class = PD_SC_END, .both = true },
     [PD_ST_BLOCKED] = { .name = "blocked", .class = PD_SC_END, .both = true },
