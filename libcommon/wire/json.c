@@ -156,17 +156,44 @@ int pd_msgpack_to_json(const void *rec, size_t n, struct pd_buf *out, struct pd_
 
 /* ---- JSON to msgpack ---- */
 
-/* An allocation that fails while jansson reads is reported as bad syntax, or even as success with a character lost: so it is watched here. Its memory stays that of malloc, so others in the process may use it as before. */
-static _Thread_local bool out_of_memory;
+/* An allocation that fails while jansson reads is reported as bad syntax, or as success with a character lost; and where that was a closing quote it writes past
+ * its text. So after the first failure it sees no more input, and for what it has read it gets memory out of a reserve, set aside before. All other memory
+ * stays that of malloc, so others in the process may use it as before. */
+static _Thread_local struct { bool failed; uint8_t *p; size_t n, used; } reserve;
 
 static void *watched_malloc(size_t n)
 {
     void *p = pd_calloc(1, n, "JSON", NULL);
-    out_of_memory |= !p;
+    if (p || !reserve.p)
+        return p;
+    reserve.failed = true;
+    n = (n + 15) & ~(size_t)15;
+    if (n > reserve.n - reserve.used)
+        return NULL;
+    p = reserve.p + reserve.used;
+    reserve.used += n;
     return p;
 }
 
-static void watch_memory(void) { json_set_alloc_funcs(watched_malloc, pd_free); }
+static void watched_free(void *p)
+{
+    if (!reserve.p || (uint8_t *)p < reserve.p || (uint8_t *)p >= reserve.p + reserve.n)
+        pd_free(p);
+}
+
+static void watch_memory(void) { json_set_alloc_funcs(watched_malloc, watched_free); }
+
+struct json_in { const char *at; size_t left; };
+
+static size_t more_json(void *buffer, size_t n, void *data)
+{
+    struct json_in *in = data;
+    n = reserve.failed ? 0 : n < in->left ? n : in->left;
+    memcpy(buffer, in->at, n);
+    in->at += n;
+    in->left -= n;
+    return n;
+}
 
 static int from_base64(const char *s, size_t n, struct pd_packer *k)
 {
@@ -253,13 +280,23 @@ int pd_json_to_msgpack(const char *line, size_t n, struct pd_buf *out, struct pd
     long bad = pd_utf8_invalid(line, n);
     if (bad >= 0)
         return pd_fail(e, PD_EFAIL, "invalid UTF-8 at byte %ld", bad);
+    /* jansson's text doubles as it grows: at most 4 n after a failure, and some lists for the 1 KiB that it has in hand */
+    reserve.failed = false;
+    reserve.used = 0;
+    reserve.n = 4 * n + (64 << 10);
+    if (!(reserve.p = pd_realloc(NULL, reserve.n, 1, "a JSON line", e)))
+        return PD_ENOMEM;
     json_error_t je = { .position = 0 };
-    out_of_memory = false;
-    json_t *j = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_ANY, &je);
-    if (out_of_memory || (!j && json_error_code(&je) == json_error_out_of_memory)) {
+    json_t *j = json_load_callback(more_json, &(struct json_in){ line, n }, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL | JSON_DECODE_ANY, &je);
+    const bool failed = reserve.failed || (!j && json_error_code(&je) == json_error_out_of_memory);
+    if (failed) {
         json_decref(j);
-        return pd_fail(e, PD_ENOMEM, "out of memory for a JSON line of %zu bytes", n);
+        j = NULL;
     }
+    pd_free(reserve.p);
+    reserve.p = NULL;
+    if (failed)
+        return pd_fail(e, PD_ENOMEM, "out of memory for a JSON line of %zu bytes", n);
     if (!j)
         return pd_fail(e, PD_EFAIL, "bad JSON at byte %d: %s", je.position, je.text);
     struct pd_packer k;

@@ -41,6 +41,21 @@ static int records(struct pd_err *e)
     return rc;
 }
 
+/* Strings of every length about the sizes at which a reader's buffer grows: the character that falls on the failure may be a quote or a backslash. */
+static int strings(struct pd_err *e)
+{
+    int rc = 0;
+    char line[160];
+    for (int n = 1; !rc && n < 70; n++) {
+        struct pd_buf b = { 0 };
+        int len = snprintf(line, sizeof line, "{\"%.*s\":\"\\n%.*s\\u00e9\"}", n, "kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk",
+                           n, "vvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvvv");
+        rc = pd_json_to_msgpack(line, (size_t)len, &b, e);
+        pd_buf_free(&b);
+    }
+    return rc;
+}
+
 /* A file written through an endpoint and read through another, in both formats; 50: it failed and left something behind. */
 static int files(struct pd_err *e)
 {
@@ -136,6 +151,7 @@ static int drill(const char *point, int (*what)(struct pd_err *), int want)
 static void every_allocation_can_fail(void **state)
 {
     assert_in_range(drill("malloc", records, 8), 100, 20000);
+    assert_in_range(drill("malloc", strings, 8), 300, 20000);
     assert_in_range(drill("malloc", files, 8), 10, 20000);
 }
 
