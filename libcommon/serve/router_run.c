@@ -356,6 +356,7 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     run->d = o->d->user;
     run->p = remote ? o->p->user : NULL;
     run->p_done = run->sign = false;
+    run->alone_us = 0;
     run->p_tries = remote;
     run->early = remote && r->o.early && run->need.max_tokens > 1 && streams(run);
     run->attempt++;
@@ -697,6 +698,8 @@ static void on_error(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_wo
     if (w == run->p && w != run->d) {
         if (!run->p_done)
             p_lost(r, run, "prefill_failed", why, again);
+        else if (!run->alone_us)        /* published, and not given: d may know more */
+            run->alone_us = pd_mono_us() + PD_RT_DOUBT_US;
     } else if (again && !run->cancelling)
         d_lost(r, run, why, !drains);
     else {
@@ -823,6 +826,20 @@ static void tell_d(struct pd_router *r, struct pd_rt_run *run)
         pd_upstream_put(run->p->u, r->scratch.p, r->scratch.n, &e);
 }
 
+/* Its decode worker computes the prompt. */
+static void d_alone(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
+{
+    struct pd_share was = run->d_share;
+    pd_warn("run %s: %s; %s computes its prompt", run->name, why, name_of(run->d));
+    falls_back(r, run, kind, why);
+    run->mode = PD_MODE_LOCAL;
+    run->early = false;
+    pd_metric_add(r->m_modes[PD_MODE_LOCAL], 1);
+    run->d_share.prefill_tokens = run->need.prompt_tokens;
+    run->d->m->own.prefill_tokens += run->d_share.prefill_tokens - was.prefill_tokens;
+    tell_d(r, run);
+}
+
 /* No KV will come from its prefill worker. another: a second one may be asked. */
 static void p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why, bool another)
 {
@@ -851,15 +868,7 @@ static void p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind,
             return;
         }
     }
-    pd_warn("run %s: %s; %s computes its prompt", run->name, why, name_of(run->d));
-    struct pd_share was = run->d_share;
-    falls_back(r, run, kind, why);
-    run->mode = PD_MODE_LOCAL;
-    run->early = false;
-    pd_metric_add(r->m_modes[PD_MODE_LOCAL], 1);
-    run->d_share.prefill_tokens = run->need.prompt_tokens;
-    run->d->m->own.prefill_tokens += run->d_share.prefill_tokens - was.prefill_tokens;
-    tell_d(r, run);
+    d_alone(r, run, kind, why);
 }
 
 void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err *why)
@@ -875,8 +884,10 @@ void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err
         } else if (run->p == w && !run->p_done) {
             snprintf(text, sizeof text, "prefill worker %.100s is gone (%.200s)", name_of(w), why ? why->msg : "it closed the connection");
             p_lost(r, run, "prefill_worker_gone", text, true);
-        } else if (run->p == w)
-            run->p = NULL;      /* its KV is published: the worker that reads it sees to that */
+        } else if (run->p == w) {
+            run->p = NULL;      /* its KV is published: the worker that reads it sees to that, unless it was not even offered */
+            run->alone_us = pd_mono_us() + PD_RT_ALONE_US;
+        }
     }
     end_walk(r, outer);
 }
@@ -921,6 +932,14 @@ void pd_rt_sweep(struct pd_router *r, int64_t now)
         int64_t grace = waits ? 0 : PD_RT_GRACE_US;     /* its worker has the same limits, and knows more of what there is */
         if (run->p && !run->p_done && run->sign && now >= run->doubt_us)
             release_p(run, "its decode worker went on without it");
+        if (run->alone_us && now >= run->alone_us) {
+            run->alone_us = 0;
+            if (run->sign || run->cancelling || !run->d || run->mode != PD_MODE_REMOTE)
+                continue;
+            run->p = NULL;
+            d_alone(r, run, "prefill_worker_gone", "its KV was published, and did not come");
+            continue;
+        }
         if (run->cancelling && now >= run->cancel_us)
             end_cancelled(r, run);
         else if (run->deadline_us && now >= run->deadline_us + grace)
