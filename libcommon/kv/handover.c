@@ -1,6 +1,7 @@
 #include <inttypes.h>
 #include <sys/uio.h>
 #include "../base/clock.h"
+#include "../base/fault.h"
 #include "../model/dtype.h"
 #include "../wire/frame.h"
 #include "handover.h"
@@ -414,6 +415,8 @@ int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_er
     if (rc)
         return rc;
     int64_t t0 = pd_mono_us();
+    if (pd_fault("flip"))
+        ((uint8_t *)(uintptr_t)c->data.p)[c->data.n / 2] ^= 1;
     uint64_t sum = pd_xxh3(c->data.p, c->data.n, pd_chunk_seed(im->offer.gen, im->offer.layout.layout_hash, at.layer, at.block0));
     if (sum != c->xxh3)
         return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u (layer %u, blocks %u to %u): checksum %016" PRIx64 ", its bytes give %016" PRIx64, c->run, c->index, at.layer,
@@ -450,6 +453,8 @@ int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd
             const uint8_t *what = pd_slabs_at(im->from, im->from_blocks[i], (int)at.layer, v);
             if (to != what)
                 memcpy(to, what, bytes);
+            if (to != what && pd_fault("flip"))
+                to[bytes / 2] ^= 1;
             last[v] = to;
         }
     int n = pieces(im->pool, im->blocks, at, im->iov);

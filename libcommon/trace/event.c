@@ -141,10 +141,8 @@ static void copy16(uint8_t to[16], bool *has, const uint8_t *from)
         memcpy(to, from, 16);
 }
 
-void pd_trace_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause)
+static void emit_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause)
 {
-    if (!t)
-        return;
     struct pd_event v = { .bytes = bytes, .choice = s->choice, .pos = s->pos, .tokens = s->tokens };
     if (s->run)
         snprintf(v.run, sizeof v.run, "%s", s->run);
@@ -158,6 +156,13 @@ void pd_trace_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id
     if (cause)
         v.cause = (struct pd_str){ cause, strlen(cause) };
     pd_trace_emit(t, &v);
+}
+
+void pd_trace_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause)
+{
+    if (t)
+        emit_step(t, s, state, bytes, cause);
+    pd_fault(pd_state[state].name);     /* where drills stop or kill a process */
 }
 
 void pd_trace_process(struct pd_trace *t, enum pd_state_id state)
