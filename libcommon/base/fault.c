@@ -14,7 +14,7 @@ static const char *const point_name[] = { "malloc", "read", "write", "fsync", "m
     "accepted", "route_selected", "prefill_started", "prefill_completed", "kv_published", "kv_transfer_started", "kv_transfer_completed", "decode_started",
     "streaming", "completed", "cancelled", "failed", "blocked", "fallback", "retry", "migrated", "first_token_early", "lease_granted", "lease_read",
     "lease_renewed", "lease_released", "lease_expired", "lease_revoked", "reaped", "cancel_acked", "starting", "ready", "draining", "rotated", "gone" };
-enum { N_POINTS = sizeof point_name / sizeof *point_name, N_CALLS = 7 };
+enum { N_POINTS = sizeof point_name / sizeof *point_name, N_COUNTED = 6, N_CALLS = 7 };
 static const struct action { const char *name; int signal; } action[] = { { "fail", 0 }, { "stop", SIGSTOP }, { "kill", SIGKILL } };
 enum { N_ACTIONS = sizeof action / sizeof *action };
 static long at[N_ACTIONS][N_POINTS];
@@ -63,8 +63,8 @@ __attribute__((destructor)) static void tell_counts(void)
     FILE *f = path ? fopen(path, "ae") : NULL;
     if (!f)
         return;
-    for (int i = 0; i < N_CALLS; i++)
-        fprintf(f, "%s %ld%c", point_name[i], atomic_load(&passes[i]), i + 1 < N_CALLS ? ' ' : '\n');
+    for (int i = 0; i < N_COUNTED; i++)
+        fprintf(f, "%s %ld%c", point_name[i], atomic_load(&passes[i]), i + 1 < N_COUNTED ? ' ' : '\n');
     fclose(f);
 }
 
