@@ -8,7 +8,7 @@
 #include "../libcommon/xfer/transport.h"
 
 static char *on_mismatch, *role, *via;
-static int text, stream, keep_going, strict;
+static int text, stream, keep_going, strict, in_place;
 static struct poptOption options[] = {
     { "text", '\0', POPT_ARG_NONE, &text, 0, "write the generated text alone, in order of input", NULL },
     { "stream", '\0', POPT_ARG_NONE, &stream, 0, "write token records too", NULL },
@@ -17,6 +17,7 @@ static struct poptOption options[] = {
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a run was recovered from a fault", NULL },
     { "role", '\0', POPT_ARG_STRING, &role, 0, "as a daemon: decode (default) or both: what a router may use it for", "ROLE" },
     { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may come, best first (default shm,inline)", "SCHEMES" },
+    { "in-place", '\0', POPT_ARG_NONE, &in_place, 0, "as a daemon: read KV that comes by shm where the prefill worker has it", NULL },
     PD_DAEMON_OPTIONS,
     PD_REGISTER_OPTIONS,
     PD_ENGINE_OPTIONS,
@@ -40,7 +41,7 @@ static int serve(struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --text, --lines, --on-mismatch, -k and --strict are for filters (each client has the form that it writes)");
     o.max_record = (size_t)max;
     if ((rc = pd_engine_open(o.role, &rt, e)) == 0 && (rc = pd_engine_trace(o.role, &rt, &trace, e)) == 0) {
-        struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .via = via, .trace = trace,
+        struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .via = via, .in_place = in_place, .trace = trace,
                                      .routers = (const char *const *)pd_register_cli.routers };
         rc = pd_worker_serve(&rt, &w, &o, e);
     }
@@ -84,8 +85,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return describe(e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (role || via || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
-        return pd_fail(e, PD_EUSAGE, "--role, --via, --register, --metrics, --ready-fd, --max-connections and --insecure are for daemons "
+    if (role || via || in_place || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
+        return pd_fail(e, PD_EUSAGE, "--role, --via, --in-place, --register, --metrics, --ready-fd, --max-connections and --insecure are for daemons "
                                      "(add --listen unix:PATH)");
     if (text && stream)
         return pd_fail(e, PD_EUSAGE, "--text and --stream exclude each other (text is written as it comes anyway)");

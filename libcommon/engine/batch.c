@@ -548,6 +548,12 @@ void pd_batch_fail_oldest(struct pd_batch *b)
         fail_seq(b, b->head, &why);
 }
 
+static bool still_valid(struct pd_batch *b, struct pd_seq *s)
+{
+    bool foreign = pd_seq_n_blocks(s) && pd_pool_is_foreign(b->pool, pd_seq_blocks(s)[0]);
+    return !foreign || !b->cb.valid || b->cb.valid(b->cb.ctx, s->run);
+}
+
 int pd_batch_step(struct pd_batch *b, struct pd_err *e)
 {
     float *logits;
@@ -568,6 +574,11 @@ int pd_batch_step(struct pd_batch *b, struct pd_err *e)
     for (uint32_t i = 0; i < b->n_spans; i++) {
         struct pd_seq *s = b->span_seq[i];
         rows += (int)b->span[i].n;
+        if (s && !still_valid(b, s)) {
+            drop_blocks(b, s);
+            logits += b->span[i].want_logits ? b->m->cfg.n_vocab : 0;
+            continue;
+        }
         *(b->span[i].n == 1 ? &b->st.decode_rows : &b->st.prompt_rows) += b->span[i].n;
         if (s)
             s->n_kv += b->span[i].n;

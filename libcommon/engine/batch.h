@@ -56,6 +56,9 @@ struct pd_batch_cb {
     void (*finished)(void *ctx, struct pd_seq *s, const char *reason, const struct pd_err *e);
     /* The run's first rows are about to be computed. Not called for one that ends at its imported first tokens. May be NULL. */
     void (*started)(void *ctx, struct pd_run *r);
+    /* Is what was read of the run's blocks in another process's memory still its KV? Asked after a step has read them, before any token of it counts. false: the
+     * step is dropped, and the sequence computed again from its tokens. May be NULL. */
+    bool (*valid)(void *ctx, struct pd_run *r);
 };
 
 #define PD_PRIORITY_US 10000000  /* daemons: a step of priority is worth ten seconds of waiting */

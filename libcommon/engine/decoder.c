@@ -307,9 +307,15 @@ bool pd_dc_turn(struct pd_decoder *d, bool may_wait)
     return !pd_dc_step_batch(d) && unstick(d, may_wait);
 }
 
+static bool on_valid(void *ctx, struct pd_run *run)
+{
+    struct pd_decoder *d = ctx;
+    return d->kv_valid(d->kv_ctx, run->user);
+}
+
 int pd_dc_open(struct pd_decoder *d, struct pd_err *e)
 {
-    struct pd_batch_cb cb = { d, NULL, on_token, on_finished, on_started };
+    struct pd_batch_cb cb = { d, NULL, on_token, on_finished, on_started, d->kv_valid ? on_valid : NULL };
     struct pd_batch_opts bo = pd_batch_opts_of(d->rt);
     d->tail = &d->head;
     return pd_batch_new(d->rt->model, d->rt->threads, d->rt->k, d->rt->pool, &bo, &cb, &d->batch, e);

@@ -185,9 +185,8 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
     if (s->run->n_open)
         return;
     r->run = s->run;
-    r->desc.first = r->first;
-    r->desc.n_first = (uint32_t)r->in.req.n;
-    if (!r->why.code && pd_describe_times(&r->desc, s->run, r->in.t_accept, &r->t, &e) < 0)
+    struct pd_kvdesc unused = { .offer = false };       /* the loop may be reading the run's own */
+    if (!r->why.code && pd_describe_times(&unused, s->run, r->in.t_accept, &r->t, &e) < 0)
         r->why = e;
     if (!r->why.code)
         step_of(g, r, PD_ST_PREFILL_COMPLETED, 0, NULL, NULL);
@@ -298,6 +297,11 @@ static struct pd_kvdesc desc_of(const struct give *r)
 {
     struct pd_kvdesc d = r->desc;
     memcpy(d.op, r->op, sizeof d.op);
+    if (atomic_load(&r->finished)) {
+        d.first = r->first;
+        d.n_first = (uint32_t)d.request.n;
+        d.t = (struct pd_bin){ r->t.p, r->t.n };
+    }
     return d;
 }
 
@@ -906,7 +910,7 @@ int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct 
     const struct pd_desk_opts ko = { .rt = rt, .seed = o->seed, .max_runs = o->max_runs, .trace = o->trace };
     const struct pd_daemon_hooks hooks = { .ctx = g, .drain = on_drain, .busy = daemon_busy, .beat = on_beat, .ledger = ledger, .cancel = on_cancel,
                                            .follow = on_follow };
-    const struct pd_batch_cb cb = { g, on_layer, on_token, on_finished, on_started };
+    const struct pd_batch_cb cb = { g, on_layer, on_token, on_finished, on_started, NULL };
     const struct pd_batch_opts bo = pd_batch_opts_of(rt);
     g->rt = rt;
     g->o = *o;

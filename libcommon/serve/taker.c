@@ -1,3 +1,4 @@
+#include <pthread.h>
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
@@ -8,7 +9,12 @@ enum { LOOK_US = 20000 };       /* for room, while something waits for it */
 /* An offer whose run has not been heard of. */
 struct early { struct early *next; struct pd_move *m; struct pd_link *k; int64_t since; };
 
+/* KV that is read in place. Its move lives until the run is over, or the lease. */
+struct pd_pin { struct pd_taker *t; struct pd_pin *next; struct pd_move *m /* NULL: over */; struct pd_link *k; };
+
 struct pd_taker {
+    pthread_mutex_t lock;       /* of the pins' moves: the thread looks at them before each token */
+    struct pd_pin *pins;
     struct pd_loop *l;
     struct pd_taker_opts o;
     struct pd_taker_ops ops;
@@ -22,10 +28,68 @@ struct pd_taker {
     struct pd_metrics *metrics;
 };
 
-void pd_kv_in_free(struct pd_pool *p, struct pd_kv_in *kv)
+bool pd_pin_valid(struct pd_pin *p)
+{
+    pthread_mutex_lock(&p->t->lock);
+    bool ok = p->m && pd_take_word(p->m);
+    pthread_mutex_unlock(&p->t->lock);
+    return ok;
+}
+
+static void pin_over(struct pd_pin *p)
+{
+    pthread_mutex_lock(&p->t->lock);
+    p->m = NULL;
+    pthread_mutex_unlock(&p->t->lock);
+}
+
+static struct pd_pin *pin_of(struct pd_taker *t, const struct pd_move *m)
+{
+    struct pd_pin *p = t->pins;
+    while (p && p->m != m)
+        p = p->next;
+    return p;
+}
+
+static int pin(struct pd_taker *t, struct pd_link *k, struct pd_move *m, struct pd_pin **out, struct pd_err *e)
+{
+    struct pd_pin *p = pd_calloc(1, sizeof *p, "KV read in place", e);
+    if (!p)
+        return PD_ENOMEM;
+    *p = (struct pd_pin){ t, t->pins, m, k };
+    *out = t->pins = p;
+    t->n.pinned++;
+    return 0;
+}
+
+static void unpin(struct pd_pin *p)
+{
+    struct pd_taker *t = p->t;
+    struct pd_pin **q = &t->pins;
+    struct pd_move *m = p->m;
+    while (*q != p)
+        q = &(*q)->next;
+    *q = p->next;
+    t->n.pinned--;
+    if (m) {
+        pd_take_release(m, pd_mono_us());
+        pd_link_soon(p->k);
+    }
+    pd_free(p);
+}
+
+void pd_kv_in_put(struct pd_pool *p, struct pd_kv_in *kv)
 {
     for (uint32_t i = 0; i < kv->n_blocks; i++)
         pd_pool_put(p, kv->blocks[i]);
+    kv->n_blocks = 0;
+}
+
+void pd_kv_in_free(struct pd_pool *p, struct pd_kv_in *kv)
+{
+    pd_kv_in_put(p, kv);
+    if (kv->pin)
+        unpin(kv->pin);
     pd_free(kv->blocks);
     pd_arena_free(&kv->mem);
     *kv = (struct pd_kv_in){ .blocks = NULL };
@@ -119,7 +183,7 @@ static uint32_t blocks_of(const struct pd_taker *t, const struct pd_kvdesc *d)
 static void accept(struct pd_taker *t, struct pd_expect *x)
 {
     int64_t now = pd_mono_us();
-    struct pd_take how = { .deadline = x->transfer_us ? now + x->transfer_us : 0 };
+    struct pd_take how = { .in_place = t->o.in_place, .deadline = x->transfer_us ? now + x->transfer_us : 0 };
     x->accepted = true;
     t->n.moving++;
     t->ops.started(t->ops.ctx, x, pd_move_desc(x->move));
@@ -223,7 +287,11 @@ static void on_taken(struct pd_taker *t, struct pd_expect *x, const struct pd_xf
     bool shm = !strcmp(pd_move_scheme(ev->move), "shm");
     if (!rc && !(kv.blocks = pd_take_blocks(ev->move, &kv.n_blocks)))
         rc = pd_fail(&e, PD_EFAIL, "its blocks were taken already");
+    if (!rc && pd_take_in_place(ev->move))
+        rc = pin(t, x->link, ev->move, &kv.pin, &e);
     if (rc < 0) {
+        if (!kv.pin)
+            pd_take_release(ev->move, pd_mono_us());
         pd_kv_in_free(t->o.rt->pool, &kv);
         fail(t, x, rc == PD_ENOMEM ? "out_of_blocks" : "kv_failed", &e);
         return;
@@ -241,7 +309,10 @@ static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *e
 {
     struct pd_taker *t = ctx;
     struct pd_expect *x = ev->move ? pd_move_get(ev->move) : NULL;
+    struct pd_pin *p = ev->move && ev->last ? pin_of(t, ev->move) : NULL;
     const struct pd_hello *peer = pd_xfer_peer(pd_link_xfer(k));
+    if (p)
+        pin_over(p);
     switch (ev->kind) {
     case PD_XE_READY:
         if (ev->err.code)
@@ -367,6 +438,7 @@ int pd_taker_new(const struct pd_taker_opts *o, const struct pd_taker_ops *ops, 
     t->o = *o;
     t->ops = *ops;
     t->last_room = &t->room;
+    pthread_mutex_init(&t->lock, NULL);
     *out = t;
     return 0;
 }
@@ -399,5 +471,6 @@ void pd_taker_free(struct pd_taker *t)
         drop_early(t, &t->early);
     pd_keyed_free(&t->expected);
     pd_timer_free(t->timer);
+    pthread_mutex_destroy(&t->lock);
     pd_free(t);
 }

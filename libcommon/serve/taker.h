@@ -32,8 +32,12 @@ struct pd_kv_in {               /* what was taken */
     uint32_t *blocks, n_blocks;         /* a reference of each */
     uint64_t bytes;
     int64_t us;                 /* from the offer on */
+    struct pd_pin *pin;         /* some blocks lie in the prefill worker's memory, under its lease; NULL: all are our own */
 };
-void pd_kv_in_free(struct pd_pool *p, struct pd_kv_in *kv);
+void pd_kv_in_put(struct pd_pool *p, struct pd_kv_in *kv);      /* the blocks that are still its own; any thread */
+void pd_kv_in_free(struct pd_pool *p, struct pd_kv_in *kv);     /* once nothing reads the blocks: the lease is released */
+/* Was all that was read of it before this call its KV? Any thread, until pd_kv_in_free. false once: false for ever. */
+bool pd_pin_valid(struct pd_pin *p);
 
 struct pd_taker_ops {
     void *ctx;
@@ -43,7 +47,8 @@ struct pd_taker_ops {
     void (*failed)(void *ctx, struct pd_expect *x, const char *kind, const struct pd_err *why);
     uint32_t (*reserve)(void *ctx);                     /* blocks that what is being decoded may want next */
 };
-struct pd_taker_opts { struct pd_runtime *rt; const char *via; size_t max_record; };
+/* in_place: what comes by shm is read where the prefill worker has it, as long as the run lasts. */
+struct pd_taker_opts { struct pd_runtime *rt; const char *via; size_t max_record; bool in_place; };
 struct pd_taker;
 int pd_taker_new(const struct pd_taker_opts *o, const struct pd_taker_ops *ops, struct pd_taker **out, struct pd_err *e);
 int pd_taker_on(struct pd_taker *t, struct pd_loop *l, struct pd_metrics *m, struct pd_err *e);         /* before its first connection */
@@ -54,6 +59,6 @@ void pd_taker_forget(struct pd_taker *t, struct pd_expect *x, const char *cause)
 void pd_taker_room(struct pd_taker *t);         /* blocks may have come back, give_up has changed */
 bool pd_taker_give_up_one(struct pd_taker *t);          /* the youngest that holds blocks: `failed`, out_of_blocks. false: none holds any */
 void pd_taker_close(struct pd_taker *t);        /* drain: the connections, as soon as nothing is on its way */
-struct pd_taker_counts { uint32_t links, expected, waiting /* for room */, moving, early; uint64_t taken[2] /* inline, shm */, bytes, failed; };
+struct pd_taker_counts { uint32_t links, expected, waiting /* for room */, moving, early, pinned /* read in place now */; uint64_t taken[2] /* inline, shm */, bytes, failed; };
 struct pd_taker_counts pd_taker_counts(const struct pd_taker *t);
 #endif

@@ -98,6 +98,22 @@ static int say_fallback(struct pd_dc_run *dr, const char *kind, const char *word
     return 0;
 }
 
+/* Of a run that reads its KV in place. */
+static bool kv_valid(void *ctx, struct pd_dc_run *dr)
+{
+    struct run *r = dr->user;
+    struct pd_err e;
+    (void)ctx;
+    if (!r || !r->kv.pin || pd_pin_valid(r->kv.pin))
+        return true;
+    if (!dr->fallback) {
+        pd_warn("run %s: lease_ended: its KV is gone while it was read in place; computing it again", r->d.name);
+        say_fallback(dr, "lease_ended", "its KV was gone while it was read in place", &e);
+        dr->mode = "remote";
+    }
+    return false;
+}
+
 static void end_cancelled(struct worker *w, struct run *r)
 {
     struct pd_err why;
@@ -114,7 +130,7 @@ static void submit(struct worker *w, struct run *r, struct pd_dc_run *dr)
     if (rc == 0 && r->has_kv && check_kv(w, dr, &r->kv.desc, &e) < 0) {
         pd_warn("run %s: %s; recomputing %u tokens locally", r->d.name, e.msg, dr->in.n_tokens);
         struct pd_err why = e;
-        pd_kv_in_free(w->rt->pool, &r->kv);
+        pd_kv_in_put(w->rt->pool, &r->kv);
         r->has_kv = false;
         if ((rc = say_fallback(dr, "integrity", why.msg, &e)) == 0)
             pd_dc_step(&w->dc, dr, PD_ST_FALLBACK, 0, dr->fallback);
@@ -439,6 +455,7 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     put(to, "expected", n.expected);
     put(to, "offers_early", n.early);
     put(to, "moves_waiting", n.waiting);
+    put(to, "in_place", n.pinned);
     put(to, "moves", n.moving);
     put(to, "taken_inline", (int64_t)n.taken[0]);
     put(to, "taken_shm", (int64_t)n.taken[1]);
@@ -528,14 +545,15 @@ int pd_worker_serve(struct pd_runtime *rt, const struct pd_worker_opts *o, struc
     w->o = *o;
     w->stuck = (struct pd_post){ .fn = on_stuck, .ctx = w };
     w->dco = (struct pd_decode_opts){ .seed = o->seed, .keep_going = true, .stream = o->stream };
-    w->dc = (struct pd_decoder){ .rt = rt, .o = &w->dco, .sink = &sink, .trace = o->trace, .t0 = pd_mono_us() };
+    w->dc = (struct pd_decoder){ .rt = rt, .o = &w->dco, .sink = &sink, .trace = o->trace, .t0 = pd_mono_us(),
+                                .kv_valid = o->in_place ? kv_valid : NULL };
     int rc = pd_dc_open(&w->dc, e);
     rc = rc ? rc : pd_desk_new(&ko, &ops, &w->desk, e);
     struct pd_entry entry[2] = { { NULL, &pd_desk_cb, w->desk, false }, { "hello", &pd_links_cb, NULL, false } };
     dopts->entry = entry;
     dopts->n_entry = 2;
     dopts->worker = rt->worker;
-    struct pd_taker_opts xo = { .rt = rt, .via = o->via, .max_record = dopts->max_record };
+    struct pd_taker_opts xo = { .rt = rt, .via = o->via, .max_record = dopts->max_record, .in_place = o->in_place };
     rc = rc ? rc : pd_taker_new(&xo, &to, &w->taker, e);
     if (!rc)
         entry[1].ctx = pd_taker_links(w->taker);

@@ -11,6 +11,8 @@
  *   fingerprint_mismatch  it is of another model
  *   out_of_blocks         its blocks were needed by what decodes already
  *   kv_failed             anything else
+ * With in_place the lease lasts as long as the run, and is looked at before each token: a step that was read after its end is dropped, and the run's KV computed
+ * again here (lease_ended; the mode stays remote).
  * The event `fallback` is told by whoever decides: by this worker for the above, by the router when its route says so.
  *
  * A routed run in hand may come again, over the same connection, with another route: local, it is computed here now (nothing happens if that is so already);
@@ -33,6 +35,7 @@ struct pd_worker_opts {
     bool stream;
     uint32_t max_runs;          /* taken in at once; who brings one more is not read until one ends. 0: four times max_seqs */
     const char *via;            /* schemes for KV, best first; NULL: "shm,inline" */
+    bool in_place;              /* KV that comes by shm is read where the prefill worker has it, under its lease, and not copied */
     struct pd_trace *trace;     /* or NULL */
     const char *const *routers; /* where to register (register.h), NULL-ended, or NULL */
 };

@@ -97,6 +97,9 @@ uint32_t *pd_take_blocks(struct pd_move *m, uint32_t *n);       /* after TAKEN, 
 bool pd_take_in_place(const struct pd_move *m);                 /* some of them are read where the giver has them: pd_take_valid before each token leaves */
 /* Still the offered generation, under a lease that has not run out? What was read before the call is good. */
 bool pd_take_valid(const struct pd_move *m, int64_t now);
+/* The control word alone, for the thread that reads the KV; any thread, until the move's last event is given. That the lease lives on is the connection's to
+ * see: its end is an event. */
+bool pd_take_word(const struct pd_move *m);
 void pd_take_release(struct pd_move *m, int64_t now);           /* in place: the last use is over, the references are dropped */
 struct pd_import *pd_take_park(struct pd_move *m);              /* at PD_XE_FAILED by loss: the part that was verified, or NULL; pd_import_free */
 const struct pd_kvdesc *pd_move_desc(const struct pd_move *m);  /* taking: the offer, from TAKEN on the kv */

@@ -430,6 +430,8 @@ bool pd_take_valid(const struct pd_move *m, int64_t now)
     return !m->in_place || (now < m->lease_until && m->tr->valid(m->path, m->lease, m->gen));
 }
 
+bool pd_take_word(const struct pd_move *m) { return m->tr->valid(m->path, m->lease, m->gen); }
+
 static int put_release(struct pd_xfer *x, const char *run, const uint8_t *gen, const uint8_t *lease)
 {
     struct pd_err e = { 0 };

@@ -279,6 +279,43 @@ for bad_route, words in ((dict(mode="local", resume=b"\xff\xff\xff\x7f"), "vocab
     s.ok(s.R.wait([r]) and words in s.R.of(r, "error")[0]["message"], f"refused: {words}", s.R.got[r["run"]])
 s.end()
 
+# ---- in place ----
+
+s = Scene("in place")
+P, D = s.P("--lease", "2s"), s.D("--in-place", "--stream")
+runs = [s.R.remote(q, P, D) for q in reqs(20)]
+s.ok(s.R.wait(runs) and results(s.R, runs) == FILTER and why(s.R, runs) == {"remote None"}, "the output is the same", why(s.R, runs))
+three = reqs(6, n=3)
+runs = [s.R.remote(q, P, D) for q in three]
+for r in runs:
+    s.R.expect(r, 3)
+s.ok(s.R.wait(runs, n=3) and results(s.R, runs) == whole(three), "also of three choices", why(s.R, runs))
+many = [dict(LONG, id=f"p{i}", prompt=f"{i} foxes met " * 9, seed=i, max_tokens=90) for i in range(16)]
+want = whole(many)
+for what in ("lease", "killed"):
+    for attempt in range(20):       # a tiny model may be done too soon
+        runs = [s.R.remote(q, P, D) for q in many]
+        while not any(len(s.R.of(r, "token")) > 5 for r in runs):
+            s.R.pump()
+        D.p.send_signal(signal.SIGSTOP)
+        s.R.wait(runs, "kv")
+        if what == "lease":
+            P.until({"leases_live": 0}, 5)
+        else:
+            P.kill()
+        D.p.send_signal(signal.SIGCONT)
+        s.R.wait(runs)
+        if what == "killed":
+            P = s.P("--lease", "2s", name=f"P{attempt}")
+        if any(s.R.result(r)["fallback"] for r in runs):
+            break
+    said = why(s.R, runs)
+    s.ok(results(s.R, runs) == want, f"{what} while it is read: the output is the same", said)
+    s.ok(any("lease_ended" in x for x in said) and all("lease_ended" in x or "None" in x or "prefill_worker_gone" in x for x in said), f"{what}: what was read too late was computed again", said)
+    s.ok(all([t["token"] for t in s.R.of(r, "token")] == s.R.result(r)["tokens"] for r in runs), f"{what}: and no token left twice", said)
+s.ok(D.until({"in_place": 0, "blocks_borrowed": 0})[0], "nothing is borrowed any more", D.ledger())
+s.end()
+
 # ---- cancels ----
 
 s = Scene("cancel at each state")

@@ -247,4 +247,13 @@ class Router:
 
 
 def check(*traces):
-    return tap.run([f"{B}/bin/pd-trace", "check", *traces])
+    """pd-trace check; its findings without what was lost with a process that was killed."""
+    c = tap.run([f"{B}/bin/pd-trace", "check", *traces])
+    said, skip = [], False
+    for line in c.stdout.decode(errors="replace").split("\n"):
+        if not line.startswith(" "):
+            skip = " lost: " in line
+        if not skip:
+            said.append(line)
+    c.stdout = "\n".join(said).encode()
+    return c
