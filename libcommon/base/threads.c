@@ -37,8 +37,9 @@ struct pd_threads {
     void *ctx;
     uint32_t n_tasks;
     struct lane *lane;          /* [n] */
-    int n;                      /* threads, the caller among them */
+    int n;                      /* threads, the caller among them; before the first of them runs */
     struct worker *workers;     /* n - 1 */
+    int started;                /* of them */
 };
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t seen) { syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0); }
@@ -171,7 +172,7 @@ void pd_threads_free(struct pd_threads *p)
     atomic_store(&p->quit, true);
     atomic_fetch_add(&p->bell, 1);
     futex_wake(&p->bell, p->n);
-    for (int i = 0; i < p->n - 1; i++)
+    for (int i = 0; i < p->started; i++)
         pthread_join(p->workers[i].thread, NULL);
     pd_free(p->workers);
     pd_free(p->lane);
@@ -186,7 +187,7 @@ int pd_threads_new(int n, struct pd_threads **out, struct pd_err *e)
     if (!p)
         return PD_ENOMEM;
     memset(p, 0, sizeof *p);
-    p->n = 1;
+    p->n = n;
     p->workers = pd_calloc((size_t)n - 1, sizeof *p->workers, "thread pool", e);
     if (!p->workers || !(p->lane = pd_alloc_aligned((size_t)n * sizeof *p->lane, "thread pool", e))) {
         pd_free(p->workers);
@@ -204,13 +205,13 @@ int pd_threads_new(int n, struct pd_threads **out, struct pd_err *e)
         w->pool = p;
         w->tid = i + 1;
         rc = pthread_create(&w->thread, NULL, worker_main, w);
-        if (!rc)
-            p->n++;
+        p->started += !rc;
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (rc) {
+        const int started = p->started;
         pd_threads_free(p);
-        return pd_fail(e, PD_ENOMEM, "threads: cannot start thread %d of %d: %s; use fewer (-t)", p->n + 1, n, strerror(rc));
+        return pd_fail(e, PD_ENOMEM, "threads: cannot start thread %d of %d: %s; use fewer (-t)", started + 2, n, strerror(rc));
     }
     *out = p;
     return 0;
