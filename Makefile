@@ -52,7 +52,7 @@ TOOLS   := $(patsubst tests/tools/%.c,$(B)/tools/%,$(wildcard tests/tools/*.c))
 FUZZ    := $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
 PLUGIN  := $(B)/hdf5-plugin/libH5Zzstd.so
 
-.PHONY: all lib units drills fuzz check check-long bench-engine bench-serve demo install clean
+.PHONY: all lib units drills fuzz check check-faults check-long bench-engine bench-serve demo install clean
 all: $(CMDS) $(PLUGIN)
 lib: $(B)/libpd.a
 units: $(UNITS) $(TOOLS)
@@ -117,6 +117,9 @@ $(PLUGIN): libcommon/kv/h5zstd_plugin/plugin.c libcommon/kv/h5zstd.c libcommon/k
 
 check: all units drills
 	B=$(B) V=$(V) scripts/run-tests
+# Processes killed, stopped, starved and lied to: tests/faults.
+check-faults: all drills
+	FAULTS=1 B=$(B) V=$(V) scripts/run-tests
 check-long: all units drills
 	B=$(B) V=$(V) LONG=1 scripts/run-tests
 bench-engine: all

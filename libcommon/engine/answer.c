@@ -259,11 +259,15 @@ bool pd_dc_deliver(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, u
 void pd_dc_choice_done(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason)
 {
     uint32_t all = 0;
+    if (!(d->sink && d->fatal.code)) {
+        rest_streamed(d, r, choice);
+        if (!d->o->text)
+            put_result(d, r, choice, reason);
+    }
+    if (d->sink && d->fatal.code)       /* its last words are not out: whoever ends all runs in hand ends it too, so that it gets a result */
+        return;
     r->choice[choice].done = true;
     r->n_done++;
-    rest_streamed(d, r, choice);
-    if (!d->o->text)
-        put_result(d, r, choice, reason);
     if (r->n_done < (uint32_t)r->in.req.n)
         return;
     for (int32_t i = 0; i < r->in.req.n; i++)

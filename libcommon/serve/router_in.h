@@ -65,7 +65,7 @@ struct pd_rt_run {
     int64_t t_accept, t_sent, t_first, deadline_us, queue_us, first_us, none_since, cancel_us, doubt_us;
     int64_t alone_us;           /* its KV is published and will hardly come: with no sign of life by then d computes it; 0: no such doubt */
     /* the attempt */
-    struct pd_rt_worker *d, *p;
+    struct pd_rt_worker *d, *p, *old_p;
     struct pd_share d_share, p_share;
     bool p_done, early, sign;   /* prefill has answered; first token may go out early; something came from d */
     enum pd_mode mode;

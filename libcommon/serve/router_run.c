@@ -153,6 +153,14 @@ static void release_p(struct pd_rt_run *run, const char *cancel)
     run->p = NULL;
 }
 
+/* The prefill worker of an attempt before, unless it is this one's too. */
+static void leave_old_p(struct pd_rt_run *run)
+{
+    if (run->old_p && run->old_p != run->p)
+        send_cancel(run->old_p, run, "its decode worker is lost");
+    run->old_p = NULL;
+}
+
 /* ---- ends ---- */
 
 void pd_rt_run_free(struct pd_router *r, struct pd_rt_run *run)
@@ -179,6 +187,7 @@ static void end_run(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id
     dequeue(r, run);
     release_p(run, "the run is over");
     release_d(run);
+    leave_old_p(run);
     pd_rt_key_end(r, run, state == PD_ST_COMPLETED);
     pd_rt_leave(r, run);
     pd_keyed_remove(&r->runs, run);
@@ -377,6 +386,7 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
         fail(r, run, &e);
         return;
     }
+    leave_old_p(run);
     pd_upstream_put(run->d->u, r->scratch.p, r->scratch.n, &e);
     if (remote)
         pd_upstream_put(run->p->u, r->scratch.p, r->scratch.n, &e);
@@ -773,7 +783,9 @@ static void d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, 
     }
     remember(run, w);
     run->failures += counts;
-    release_p(run, "its decode worker is lost");
+    if (!run->delivered && run->p)
+        run->old_p = run->p;    /* what it computes or has is of use, if it is chosen again */
+    release_p(run, run->delivered ? "its decode worker is lost" : NULL);
     release_d(run);
     if (run->delivered && run->n > 1)
         pd_fail(&e, PD_EFAIL, "%.300s; %u choices were streaming, and only a request with n = 1 can go on elsewhere", why, run->n);
@@ -878,6 +890,8 @@ void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err
     for (struct pd_node *p = r->runs.first, *next; p; p = next) {
         struct pd_rt_run *run = (struct pd_rt_run *)p;
         next = p->next;
+        if (run->old_p == w)
+            run->old_p = NULL;
         if (run->d == w) {
             snprintf(text, sizeof text, "decode worker %.100s is gone (%.200s)", name_of(w), why ? why->msg : "it closed the connection");
             d_lost(r, run, text, !drains);

@@ -28,7 +28,7 @@ def drill(who, state, how):
     again = s.client()          # and the set goes on serving
     again.send(*WANT)
     ok(again.wait(len(WANT)) and told(again.of("result")) == REF, f"{name}: and after it", modes(again))
-    s.end(name)
+    s.end(name, bound="60s" if how == "stop" else "1s")
 
 
 for how in ("kill", "stop"):

@@ -64,7 +64,10 @@ class Client:
             self.got.extend(self.u)
 
     def send(self, *records):
-        self.s.sendall(b"".join(msgpack.packb(r) for r in records))
+        try:
+            self.s.sendall(b"".join(msgpack.packb(r) for r in records))
+        except OSError:
+            self.gone = True
 
     def of(self, kind):
         return [r for r in list(self.got) if r.get("pd") == kind]
@@ -133,6 +136,14 @@ class Proc:
         self.p.kill()
         self.p.wait()
 
+    def end(self, seconds=20):
+        """Drained; else killed."""
+        self.p.terminate()
+        try:
+            self.p.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
     def ask(self, record):
         c = Client(self.path)
         c.send(record)
@@ -195,7 +206,8 @@ class Set:
                 return bad
             time.sleep(0.02)
 
-    def end(self, name, check=True):
+    def end(self, name, check=True, bound="1s"):
+        """bound: how late a process may still act on what is over (one that stood still does not know)."""
         for p in self.all():
             if p.alive() and p.stopped():
                 p.cont()
@@ -205,16 +217,12 @@ class Set:
             c.close()
         living = [p for p in self.all() if p.alive()]
         for p in reversed(living):      # the router first
-            p.p.send_signal(signal.SIGTERM)
-            try:
-                p.p.wait(30)
-            except subprocess.TimeoutExpired:
-                p.kill()
+            p.end(30)
         ok(all(p.p.returncode == 0 for p in living), f"{name}: what lives drains", [(p.name, p.p.returncode, p.said()[-400:]) for p in living if p.p.returncode])
         said = [(p.name, x) for p in self.all() for x in ("not held", "Sanitizer", "runtime error", "assert") if x in p.said()]
         ok(not said, f"{name}: nobody complains of itself", said)
         if check:
-            c = tap.run([f"{PLAIN}/bin/pd-trace", "check", *[p.trace for p in self.all()]])
+            c = tap.run([f"{PLAIN}/bin/pd-trace", "check", "--bound", bound, *[p.trace for p in self.all()]])
             ok(c.returncode == 0, f"{name}: the merged log keeps every rule", c.stdout + c.stderr)
 
 
