@@ -43,13 +43,19 @@ const char *pd_why_text(enum pd_why w)
 
 /* ---- the thread ---- */
 
-void pd_desk_touch(struct pd_desk *k, struct pd_desk_run *r)
+static void touch(struct pd_desk *k, struct pd_desk_run *r)
 {
     if (r->touched)
         return;
     r->touched = true;
     r->next_touched = k->touched;
     k->touched = r;
+}
+
+void pd_desk_touch(struct pd_desk *k, struct pd_desk_run *r)
+{
+    r->told = true;
+    touch(k, r);
 }
 
 void pd_desk_add(struct pd_desk *k, struct pd_desk_run *r, const uint8_t *p, size_t n)
@@ -83,6 +89,10 @@ void pd_desk_flush(struct pd_desk *k)
             r->out.n = 0;
         }
         r->ready_over |= r->ended;
+        r->ready_told |= r->told;
+        r->told = false;
+        r->n_calls -= r->n_called;
+        r->n_called = 0;
         if (!r->queued) {
             r->queued = true;
             r->next_ready = NULL;
@@ -128,7 +138,12 @@ static void *compute(void *arg)
             pthread_mutex_lock(&k->lock);
             c->queued = false;
             pthread_mutex_unlock(&k->lock);
+            struct pd_desk_run *r = c->run;
             c->fn(c->ctx);
+            if (r) {
+                r->n_called++;
+                touch(k, r);
+            }
         }
         can = stop || !k->ops.busy(k->ops.ctx) || k->ops.turn(k->ops.ctx);
         k->ops.after(k->ops.ctx);
@@ -137,11 +152,13 @@ static void *compute(void *arg)
     return NULL;
 }
 
-void pd_desk_call(struct pd_desk *k, struct pd_call *c, void (*fn)(void *ctx), void *ctx)
+void pd_desk_call(struct pd_desk *k, struct pd_desk_run *r, struct pd_call *c, void (*fn)(void *ctx), void *ctx)
 {
     pthread_mutex_lock(&k->lock);
     if (!c->queued) {
-        *c = (struct pd_call){ .fn = fn, .ctx = ctx, .queued = true };
+        *c = (struct pd_call){ .fn = fn, .ctx = ctx, .run = r, .queued = true };
+        if (r)
+            r->n_calls++;
         *k->last_call = c;
         k->last_call = &c->next;
     }
@@ -187,6 +204,12 @@ void pd_desk_look(struct pd_desk *k, struct pd_desk_run *r)
 {
     struct pd_client *c = r->client;
     if (!r->over || r->pending.n || r->kept)
+        return;
+    /* A call that came too late for a run that has ended (a cancel), or word of it, is still on its way to the thread or back: it leads here again. */
+    pthread_mutex_lock(&k->lock);
+    bool wanted = r->n_calls || r->queued;
+    pthread_mutex_unlock(&k->lock);
+    if (wanted)
         return;
     pd_keyed_remove(&k->runs, r);
     pd_metric_set(k->m_runs, (int64_t)k->runs.n);
@@ -259,6 +282,8 @@ static void deliver(void *ctx)
         t.n = 0;
         r->ready = t;
         r->taken_over |= r->ready_over;
+        r->taken_told |= r->ready_told;
+        r->ready_told = false;
         r->next_taken = r->next_ready;
         r->queued = false;      /* from here on the thread may queue it again */
     }
@@ -271,7 +296,9 @@ static void deliver(void *ctx)
         if (lost || (r->over && r->lost))
             no_memory(r);
         send_pending(r);
-        if (k->ops.news)
+        bool told = r->taken_told;
+        r->taken_told = false;
+        if (k->ops.news && told)
             k->ops.news(k->ops.ctx, r);
         pd_desk_look(k, r);
     }

@@ -4,8 +4,8 @@
  * turns of its work. Back come a run's records and news, gathered over a turn and handed over in one piece (or at once: pd_desk_flush). Whatever the thread
  * wrote into a run before is seen by `news`.
  *
- * A run is in hand from its record on until the thread is done with it (pd_desk_over), all its records are put, and its owner keeps it no longer (`kept`); so
- * long its client's answer is owed. A run whose client goes away is cancelled.
+ * A run is in hand from its record on until the thread is done with it (pd_desk_over) and with all calls for it, all its records are put, and its owner keeps
+ * it no longer (`kept`); so long its client's answer is owed. A run whose client goes away is cancelled.
  *
  * Requests with a route come from a router, which multiplexes many clients over one connection: that connection is never held, since what would free a run (a
  * cancel, another route) comes over it too. Past PD_DESK_MOST runs they are refused, to be tried elsewhere. A request that names a run in hand is `again`: a
@@ -24,7 +24,7 @@
 struct pd_desk;
 struct pd_client;
 /* A piece of work for the thread; part of what it is about, so that it cannot fail. May be queued again once its fn has begun. */
-struct pd_call { void (*fn)(void *ctx); void *ctx; struct pd_call *next; bool queued; };
+struct pd_call { void (*fn)(void *ctx); void *ctx; struct pd_call *next; struct pd_desk_run *run; bool queued; };
 
 enum pd_why { PD_WHY_NOT, PD_WHY_GONE, PD_WHY_RECORD };         /* cancelled by: its client going away; a record */
 const char *pd_why_text(enum pd_why w);
@@ -46,15 +46,17 @@ struct pd_desk_run {            /* the owner's run begins with it */
     bool over;
     /* the thread */
     struct pd_buf out;
-    bool ended, touched;
+    bool ended, touched, told;          /* told: there is news of it */
+    uint32_t n_called;                  /* calls of it that were made since the last hand-over */
     struct pd_desk_run *next_touched;
     /* under the lock */
     struct pd_buf ready;
-    bool ready_over, lost, queued;      /* lost: records are missing for want of memory */
+    bool ready_over, ready_told, lost, queued;  /* lost: records are missing for want of memory */
+    uint32_t n_calls;                   /* queued, or made and not handed over yet */
     struct pd_desk_run *next_ready;
     /* taken from there by the loop */
     struct pd_buf taken;
-    bool taken_over;
+    bool taken_over, taken_told;
     struct pd_desk_run *next_taken;
 };
 
@@ -86,7 +88,8 @@ void pd_desk_free(struct pd_desk *k);                           /* clients and r
 extern const struct pd_conn_cb pd_desk_cb;                      /* the entry of plain streams; ctx: the desk */
 
 /* ---- the loop's ---- */
-void pd_desk_call(struct pd_desk *k, struct pd_call *c, void (*fn)(void *ctx), void *ctx);      /* one that is queued already stays as it is */
+/* One that is queued already stays as it is. r: whose it is: the run stays until it was made; NULL: it is nobody's. */
+void pd_desk_call(struct pd_desk *k, struct pd_desk_run *r, struct pd_call *c, void (*fn)(void *ctx), void *ctx);
 struct pd_desk_run *pd_desk_find(const struct pd_desk *k, const char *name, size_t n);
 struct pd_desk_run *pd_desk_first(const struct pd_desk *k);     /* then (void *)r->node.next */
 void pd_desk_put(struct pd_desk *k, struct pd_desk_run *r, struct pd_buf *b);   /* records of the loop's own making; empties b */

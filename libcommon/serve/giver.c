@@ -244,7 +244,7 @@ static void let_go(struct giver *g, struct give *r)
     if (r->dropping)
         return;
     r->dropping = true;
-    pd_desk_call(g->desk, &r->c_drop, drop, r);
+    pd_desk_call(g->desk, &r->d, &r->c_drop, drop, r);
 }
 
 static void settle(struct giver *g, struct give *r)
@@ -638,7 +638,7 @@ static int admit(void *ctx, struct pd_desk_run *dr, struct pd_err *e)
     dr->in = (struct pd_intake){ 0 };
     struct pd_step s = { .run = dr->name, .where = "remote", .op = r->op };
     pd_run_step(g->o.trace, &s, PD_ST_ACCEPTED, 0, NULL);
-    pd_desk_call(g->desk, &r->c_take, take, r);
+    pd_desk_call(g->desk, &r->d, &r->c_take, take, r);
     reach(r->peer);             /* while it is computed */
     return 0;
 }

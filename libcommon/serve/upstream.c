@@ -36,7 +36,7 @@ static void later(struct side *s)
     if (s->backoff_us > BACKOFF_MAX_US)
         s->backoff_us = BACKOFF_MAX_US;
     int64_t jitter = s->backoff_us / 4, now = pd_mono_us();
-    if (pd_timer_in(s->again, s->backoff_us - jitter + (now * 2654435761 >> 7) % (2 * jitter), &e) < 0)
+    if (pd_timer_in(s->again, s->backoff_us - jitter + (int64_t)(((uint64_t)now * 2654435761u >> 7) % (uint64_t)(2 * jitter)), &e) < 0)
         pd_error("%s: it will not be dialled again: %s", s->u->at, e.msg);
 }
 

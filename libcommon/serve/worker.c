@@ -253,13 +253,13 @@ static void on_stuck(void *ctx)
     struct worker *w = ctx;
     atomic_store(&w->is_stuck, false);
     if (!pd_taker_give_up_one(w->taker))
-        pd_desk_call(w->desk, &w->c_stuck, fail_oldest, w);
+        pd_desk_call(w->desk, NULL, &w->c_stuck, fail_oldest, w);
 }
 
 static void begin(struct worker *w, struct run *r, const char *mode)
 {
     r->mode = mode;
-    pd_desk_call(w->desk, &r->c_take, take, r);
+    pd_desk_call(w->desk, &r->d, &r->c_take, take, r);
 }
 
 static void step_of(struct worker *w, const struct run *r, enum pd_state_id state, uint64_t bytes, const char *cause, const uint8_t *gen)
@@ -392,7 +392,7 @@ static void on_cancel_run(void *ctx, struct pd_desk_run *d)
         pd_taker_forget(w->taker, &r->x, pd_why_text((enum pd_why)atomic_load(&d->cancelled)));
         begin(w, r, r->mode);   /* to its end */
     } else
-        pd_desk_call(w->desk, &r->c_end, end_run, r);
+        pd_desk_call(w->desk, &r->d, &r->c_end, end_run, r);
 }
 
 static void on_freed(void *ctx, struct pd_desk_run *d)
