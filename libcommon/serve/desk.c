@@ -406,12 +406,14 @@ static int look_at(struct pd_desk *k, struct pd_client *from, struct pd_desk_run
     if (r->routed && (rc = pd_routing_decode(q->route, &r->mem, &r->route, e)) < 0)
         return rc;
     if (r->routed && (old = pd_desk_find(k, q->run, PD_RUN_LEN))) {
-        if (k->ops.again(k->ops.ctx, old, from, &r->in, &r->route))
+        if (k->ops.again(k->ops.ctx, old, from, &r->in, &r->route) || r->route.again)
             return 1;
         if ((rc = give_up_name(k, old, e)) < 0)
             return rc;
     }
     from->routes |= r->routed;
+    if (r->routed && r->route.again)    /* it is over: the answer is on its way */
+        return 1;
     if (from->drains) {
         *action = "reroute";
         return pd_fail(e, PD_ENOWORKER, "this worker drains and begins nothing new");

@@ -142,7 +142,8 @@ static void on_started(void *ctx, struct pd_run *run)
 {
     struct giver *g = ctx;
     struct give *r = run->user;
-    step_of(g, r, PD_ST_PREFILL_STARTED, 0, NULL, NULL);
+    if (!atomic_load(&r->d.cancelled))          /* it has ended in the trace then */
+        step_of(g, r, PD_ST_PREFILL_STARTED, 0, NULL, NULL);
     memcpy(r->blocks, pd_seq_blocks(&run->seq[0]), r->plan.n_blocks * sizeof *r->blocks);
     atomic_store(&r->started, true);
     pd_desk_touch(g->desk, &r->d);
@@ -188,7 +189,7 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
     struct pd_kvdesc unused = { .offer = false };       /* the loop may be reading the run's own */
     if (!r->why.code && pd_describe_times(&unused, s->run, r->in.t_accept, &r->t, &e) < 0)
         r->why = e;
-    if (!r->why.code)
+    if (!r->why.code && !atomic_load(&r->d.cancelled))
         step_of(g, r, PD_ST_PREFILL_COMPLETED, 0, NULL, NULL);
     finish(g, r);
 }

@@ -11,7 +11,7 @@
 
 #define PD_RT_TRIED 16
 enum { PD_RT_MAX_MIGRATIONS = 2, PD_RT_CANCEL_US = 1000000, PD_RT_GRACE_US = 500000, PD_RT_SWEEP_US = 10000, PD_RT_NO_P_US = 1000000,
-       PD_RT_DOUBT_US = 200000, PD_RT_ALONE_US = 1000000 };
+       PD_RT_DOUBT_US = 200000 };
 
 /* A worker. */
 struct pd_rt_worker {
@@ -63,7 +63,6 @@ struct pd_rt_run {
     struct pd_rt_key *key;
     /* times, mono us; 0: none */
     int64_t t_accept, t_sent, t_first, deadline_us, queue_us, first_us, none_since, cancel_us, doubt_us;
-    int64_t alone_us;           /* its KV is published and will hardly come: with no sign of life by then d computes it; 0: no such doubt */
     /* the attempt */
     struct pd_rt_worker *d, *p, *old_p;
     struct pd_share d_share, p_share;

@@ -10,6 +10,7 @@
 
 static void d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, bool counts);
 static void p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why, bool another);
+static void p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why);
 
 /* ---- small things ---- */
 
@@ -365,7 +366,6 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     run->d = o->d->user;
     run->p = remote ? o->p->user : NULL;
     run->p_done = run->sign = false;
-    run->alone_us = 0;
     run->p_tries = remote;
     run->early = remote && r->o.early && run->need.max_tokens > 1 && streams(run);
     run->attempt++;
@@ -392,6 +392,7 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
         pd_upstream_put(run->p->u, r->scratch.p, r->scratch.n, &e);
 }
 
+/* It will be computed where it is decoded. The event is told by who does so: here, when its decode worker never heard of anything else. */
 static void falls_back(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
 {
     char text[360];
@@ -399,7 +400,8 @@ static void falls_back(struct pd_router *r, struct pd_rt_run *run, const char *k
     set_text(&run->fallback, text);
     run->need.local = true;
     pd_metric_add(r->m_retry[2], 1);
-    step(r, run, PD_ST_FALLBACK, text);
+    if (!run->d)
+        step(r, run, PD_ST_FALLBACK, text);
 }
 
 static enum pd_outcome try_route(struct pd_router *r, struct pd_rt_run *run, int64_t now)
@@ -703,13 +705,15 @@ static void on_error(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_wo
     else
         snprintf(why, sizeof why, "%.280s", er.message.p ? er.message.p : "");
     bool again = !strcmp(er.action, "reroute") || !strcmp(er.action, "retry");
-    bool drains = !strcmp(er.action, "reroute");
+    bool drains = !strcmp(er.action, "reroute"), ours = !strcmp(er.class_, pd_code_name(PD_ECANCEL)) && !run->cancelling;
     pd_arena_free(&mem);
     if (w == run->p && w != run->d) {
+        if (ours)               /* the answer to our cancel of an attempt before */
+            return;
         if (!run->p_done)
             p_lost(r, run, "prefill_failed", why, again);
-        else if (!run->alone_us)        /* published, and not given: d may know more */
-            run->alone_us = pd_mono_us() + PD_RT_DOUBT_US;
+        else
+            p_lost_late(r, run, "prefill_failed", why);
     } else if (again && !run->cancelling)
         d_lost(r, run, why, !drains);
     else {
@@ -719,6 +723,13 @@ static void on_error(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_wo
         pd_rt_put_all(r, run, rec->p, rec->n, false);
         pd_rt_key_log(r, run, rec->p, rec->n, false);
     }
+}
+
+/* Of this attempt, not of one before that the same worker had. */
+static bool of_op(const struct pd_rt_run *run, const struct pd_rec *rec)
+{
+    struct pd_bin v, op;
+    return pd_map_find(rec->p, rec->n, "op", &v) != 1 || !pd_get_bin(v, &op) || (op.n == sizeof run->op && !memcmp(op.p, run->op, op.n));
 }
 
 void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_rec *rec)
@@ -736,7 +747,7 @@ void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_r
         on_result(r, run, rec, &b);
     else if (rec->kind == PD_K_ERROR)
         on_error(r, run, w, rec);
-    else if (rec->kind == PD_K_KV && from_p && !run->p_done) {
+    else if (rec->kind == PD_K_KV && from_p && !run->p_done && of_op(run, rec)) {
         pd_member_give_back(run->p->m, run->p_share);
         run->p_done = true;
         if (run->early && !run->sign && !run->cancelling)
@@ -825,17 +836,20 @@ static void d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, 
 }
 
 /* Its decode worker, which waits for KV, is told what is to be done instead. */
-static void tell_d(struct pd_router *r, struct pd_rt_run *run)
+static bool tell_d(struct pd_router *r, struct pd_rt_run *run)
 {
     struct pd_routing x = routing(r, run);
     struct pd_err e;
-    if (compose(r, run, &x, &e) < 0) {
-        fail(r, run, &e);
-        return;
-    }
-    pd_upstream_put(run->d->u, r->scratch.p, r->scratch.n, &e);
-    if (run->p)
+    x.again = true;
+    int rc = compose(r, run, &x, &e);
+    if (rc == 0)
+        pd_upstream_put(run->d->u, r->scratch.p, r->scratch.n, &e);
+    x.again = false;            /* to a prefill worker it is new */
+    if (rc == 0 && run->p && (rc = compose(r, run, &x, &e)) == 0)
         pd_upstream_put(run->p->u, r->scratch.p, r->scratch.n, &e);
+    if (rc < 0)
+        fail(r, run, &e);
+    return rc == 0;
 }
 
 /* Its decode worker computes the prompt. */
@@ -883,6 +897,24 @@ static void p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind,
     d_alone(r, run, kind, why);
 }
 
+/* Its prefill worker is gone, or has failed, after it had published. Whether the KV is at its decode worker is known there alone: one that still waits is to
+ * compute, one that does not passes this over. */
+static void p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
+{
+    enum pd_mode was = run->mode;
+    char text[360];
+    run->p = NULL;
+    if (run->sign || run->n_done || run->cancelling || !run->d)
+        return;
+    snprintf(text, sizeof text, "%s: %.300s", kind, why);
+    set_text(&run->fallback, text);
+    run->mode = PD_MODE_LOCAL;
+    if (!tell_d(r, run))
+        return;
+    run->mode = was;
+    run->fallback.n = 0;
+}
+
 void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err *why)
 {
     char text[400];
@@ -895,12 +927,9 @@ void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err
         if (run->d == w) {
             snprintf(text, sizeof text, "decode worker %.100s is gone (%.200s)", name_of(w), why ? why->msg : "it closed the connection");
             d_lost(r, run, text, !drains);
-        } else if (run->p == w && !run->p_done) {
-            snprintf(text, sizeof text, "prefill worker %.100s is gone (%.200s)", name_of(w), why ? why->msg : "it closed the connection");
-            p_lost(r, run, "prefill_worker_gone", text, true);
         } else if (run->p == w) {
-            run->p = NULL;      /* its KV is published: the worker that reads it sees to that, unless it was not even offered */
-            run->alone_us = pd_mono_us() + PD_RT_ALONE_US;
+            snprintf(text, sizeof text, "prefill worker %.100s is gone (%.200s)", name_of(w), why ? why->msg : "it closed the connection");
+            run->p_done ? p_lost_late(r, run, "prefill_worker_gone", text) : p_lost(r, run, "prefill_worker_gone", text, true);
         }
     }
     end_walk(r, outer);
@@ -946,14 +975,6 @@ void pd_rt_sweep(struct pd_router *r, int64_t now)
         int64_t grace = waits ? 0 : PD_RT_GRACE_US;     /* its worker has the same limits, and knows more of what there is */
         if (run->p && !run->p_done && run->sign && now >= run->doubt_us)
             release_p(run, "its decode worker went on without it");
-        if (run->alone_us && now >= run->alone_us) {
-            run->alone_us = 0;
-            if (run->sign || run->cancelling || !run->d || run->mode != PD_MODE_REMOTE)
-                continue;
-            run->p = NULL;
-            d_alone(r, run, "prefill_worker_gone", "its KV was published, and did not come");
-            continue;
-        }
         if (run->cancelling && now >= run->cancel_us)
             end_cancelled(r, run);
         else if (run->deadline_us && now >= run->deadline_us + grace)

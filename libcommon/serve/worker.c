@@ -368,7 +368,9 @@ static bool again(void *ctx, struct pd_desk_run *d, struct pd_client *from, cons
         pd_taker_forget(w->taker, &r->x, "the router says local");
         if (route->fallback.p)
             keep_text(r, route->fallback.p, route->fallback.n);
-        begin(w, r, !strcmp(route->mode, "local") ? "local" : "aggregated");
+        r->mode = !strcmp(route->mode, "local") ? "local" : "aggregated";
+        step_of(w, r, PD_ST_FALLBACK, 0, r->fallback ? r->fallback : "the router says so", NULL);
+        begin(w, r, r->mode);
         return true;
     }
     if (memcmp(route->op, r->x.op, sizeof r->x.op)) {

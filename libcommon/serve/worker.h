@@ -13,7 +13,8 @@
  *   kv_failed             anything else
  * With in_place the lease lasts as long as the run, and is looked at before each token: a step that was read after its end is dropped, and the run's KV computed
  * again here (lease_ended; the mode stays remote).
- * The event `fallback` is told by whoever decides: by this worker for the above, by the router when its route says so.
+ * The event `fallback` is told by this worker for the above, and when a run that waits for KV is told to do without; by the router when a run is local from
+ * the start.
  *
  * A routed run in hand may come again, over the same connection, with another route: local, it is computed here now (nothing happens if that is so already);
  * remote with the same op, it goes on waiting for that; with another op, for the new one.

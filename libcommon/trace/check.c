@@ -28,6 +28,7 @@ struct run {
     uint8_t n_parts, n_stale;
     enum pd_rank top, out_by;      /* of those that took part; of those that streamed */
     bool ended, elsewhere, headless;
+    uint8_t op[16]; bool has_op;        /* of the attempt, as its router chose it */
     struct pd_ref first, last, cancel, out, at[N_RUN];
     struct proc *ended_by;
     enum pd_state_id end;
@@ -166,6 +167,14 @@ static bool workers_elsewhere(const struct run *r)
         if (r->part[i]->rank == PD_R_WORKER)
             return false;
     return r->n_parts > 0;
+}
+
+/* An attempt that its router has given up: of another op, nor caused by this one. Workers hear of that a little later. */
+static bool of_another(const struct run *r, const struct proc *p, const struct pd_event *ev)
+{
+    if (!r->has_op || p->rank != PD_R_WORKER || (!ev->has_op && !ev->has_parent))
+        return false;
+    return !(ev->has_op && !memcmp(ev->op, r->op, sizeof r->op)) && !(ev->has_parent && !memcmp(ev->parent, r->op, sizeof r->op));
 }
 
 /* A side step by one process: what another did for the attempt before may still come in, and means nothing. */
@@ -369,7 +378,8 @@ static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *r
             return rc;
     }
     uint32_t mask = again ? PD_BIT(id) : pd_state_clash(id, r->seen, r->ever, &barred);
-    if (mask && !again && !barred && workers_elsewhere(r))
+    /* Of a decode worker that went on with what the prefill worker of the attempt before had given it, a router hears only by what comes. */
+    if (mask && !again && !barred && (workers_elsewhere(r) || (p->rank > PD_R_WORKER && r->ever & mask)))
         mask = 0;
     if (again && (id == PD_ST_STREAMING || (pd_state[id].both && r->at[id].worker != p->name)))
         return 0;               /* more of the stream, or how the other end saw it */
@@ -450,6 +460,10 @@ static int on_run(struct pd_check *c, const struct pd_log_rec *rec, struct proc 
     if ((id == PD_ST_KV_TRANSFER_STARTED || id == PD_ST_KV_TRANSFER_COMPLETED) && (rc = after_cancel(c, r, ref, e)))
         return rc;
     rc = 0;
+    if (id == PD_ST_ROUTE_SELECTED && p->rank > PD_R_WORKER && (r->has_op = rec->ev.has_op))
+        memcpy(r->op, rec->ev.op, sizeof r->op);
+    if ((class == PD_SC_STEP || class == PD_SC_SIDE) && of_another(r, p, &rec->ev))
+        return 0;
     if (class == PD_SC_STEP)
         rc = on_step(c, r, rec, p, ref, e);
     else if (class == PD_SC_SIDE)

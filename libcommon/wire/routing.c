@@ -33,7 +33,7 @@ static int dec_resume(void *rec, struct pd_bin v, struct pd_unpack *u)
 static const struct pd_field field[] = {
     { "op", PD_F_BYTES, PD_FF_REQ, R(op) }, { "policy", PD_F_STR, PD_FF_REQ, R(policy) }, { "mode", PD_F_CHARS, PD_FF_REQ, R(mode) },
     { "p", PD_F_CUSTOM, PD_FF_HAS | PD_FF_NULL, R(p), HAS(has_p), .enc = enc_p, .dec = dec_p }, { "d", PD_F_CUSTOM, PD_FF_REQ, R(d), .enc = enc_d, .dec = dec_d },
-    { "early", PD_F_BOOL, PD_FF_ALWAYS, R(early) }, { "fallback", PD_F_STR, PD_FF_NULL | PD_FF_MEND, R(fallback) },
+    { "early", PD_F_BOOL, PD_FF_ALWAYS, R(early) }, { "again", PD_F_BOOL, 0, R(again) }, { "fallback", PD_F_STR, PD_FF_NULL | PD_FF_MEND, R(fallback) },
     { "resume", PD_F_CUSTOM, PD_FF_HAS, R(resume), HAS(has_resume), .enc = enc_resume, .dec = dec_resume } };
 static const struct pd_table table = { "route", field, sizeof field / sizeof *field, offsetof(struct pd_routing, extra) };
 

@@ -14,6 +14,7 @@ struct pd_routing {
     char mode[12];                      /* "aggregated", "remote", "local" */
     struct pd_place p, d; bool has_p;   /* p if and only if remote */
     bool early;                         /* the first token may go out from p's kv, before the KV is verified */
+    bool again;                         /* a word on a run that was sent before: who has it no more passes it over */
     struct pd_str fallback;             /* why not as first meant; absent = null */
     const int32_t *resume; uint32_t n_resume; bool has_resume;  /* tokens that the client has already: generation goes on after them */
     struct pd_extra extra;
