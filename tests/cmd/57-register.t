@@ -70,11 +70,11 @@ ok(strict.returncode == 3 and b"epoch differs" in strict.stderr, "or refused: ex
 # ---- a daemon ----
 
 class Daemon:
-    def __init__(self, name, *args):
+    def __init__(self, name, *args, mem="4MiB"):
         self.path = at(name)
         r, w = os.pipe()
         self.err = open(self.path + ".err", "w+b")
-        self.p = subprocess.Popen(decode("-t", "1", "--chunk", "32", "--max-seqs", "4", "--kv-mem", "4MiB", "--listen", f"unix:{self.path}", "--role", "both", "--ready-fd", str(w), *args),
+        self.p = subprocess.Popen(decode("-t", "1", "--chunk", "32", "--max-seqs", "4", "--kv-mem", mem, "--listen", f"unix:{self.path}", "--role", "both", "--ready-fd", str(w), *args),
                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self.err, pass_fds=[w])
         os.close(w)
         atexit.register(self.p.kill)
@@ -144,14 +144,17 @@ ok(len(got) >= 3 and all(json.loads(x)["pd"] == "worker" for x in got), "one tha
 half.s.close()
 c = dial(d.path)
 c.send(*[{"token_ids": [1 + i % 200 for i in range(100)], "max_tokens": 100, "id": i, "ignore_eos": True} for i in range(16)])
+
+
+def loaded(x):
+    return x["runs"] == 16 and x["seqs"] > 0 and x["blocks_used"] > 0 and x["kv_tokens"] > 0 and 0 < x["waiting"] <= 16 and x["prefill_tokens_ahead"] > 0
+
+
 busy, until = None, time.time() + 60
-while not busy or busy["runs"] < 16 or not busy["kv_tokens"]:  # asked between two heartbeats it answers
+while not busy or not loaded(busy) and time.time() < until:     # asked between two heartbeats it answers
     f.send({"pd": "status"})
     busy = f.next()["load"]
-    if time.time() > until:
-        break
-ok(busy["runs"] == 16 and busy["seqs"] > 0 and busy["blocks_used"] > 0 and busy["kv_tokens"] > 0 and 0 < busy["waiting"] <= 16 and busy["prefill_tokens_ahead"] > 0
-   and busy["blocks_used"] <= first["capacity"]["blocks"], "the load is that of the moment", busy)
+ok(loaded(busy) and busy["blocks_used"] <= first["capacity"]["blocks"], "the load is that of the moment", busy)
 f.send({"pd": "cancel"})
 e = f.until(lambda r: r["pd"] != "worker")
 ok(e["pd"] == "error" and "belongs on another" in e["message"], "other records are told that this is no place for them", e)
@@ -209,7 +212,7 @@ peer = Peer(r.accept()[0])
 peer.next()
 d.p.send_signal(signal.SIGTERM)
 ok((d.p.wait(30), peer.until(lambda x: x["state"] == "draining", 9)["state"]) == (0, "draining") and peer.until(lambda x: False) is None, "a router hears of the drain, and does not keep it")
-d = Daemon("d2", "--kv-mem", "1MiB")
+d = Daemon("d2", mem="1MiB")
 stat = dial(d.path)
 stat.send({"pd": "status"})
 fds = stat.next()["ledger"]["fds"]
