@@ -11,14 +11,17 @@ static void put(struct pd_decoder *d, struct pd_dc_run *r, const struct pd_buf *
         d->sink->put(d->sink->ctx, r, b->p, b->n);
     else if (rc == 0)
         rc = pd_put_records(d->out, b->p, b->n, e);
-    if (rc < 0)
+    if (rc < 0) {
+        r->lost = true;
         pd_dc_fatal(d, e);
+    }
 }
 
 static void put_token(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, uint32_t pos, const struct pd_sampled *t)
 {
     struct pd_dc_choice *c = &r->choice[choice];
-    if (d->fatal.code)          /* a token may be missing from what was kept */
+    r->lost |= d->fatal.code != 0;
+    if (r->lost)                /* a token may be missing from what was kept */
         return;
     struct pd_token rec = { .choice = choice, .pos = (int32_t)pos, .token = t->token, .has_logprob = t->has_logprob, .logprob = t->logprob, .top = t->top,
                             .n_top = t->n_top, .t_us = c->t_last - d->t0 };
@@ -36,7 +39,8 @@ static void put_token(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice
 static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason)
 {
     struct pd_dc_choice *c = &r->choice[choice];
-    if (d->fatal.code)
+    r->lost |= d->fatal.code != 0;
+    if (r->lost)
         return;
     uint32_t n = (uint32_t)(c->tokens.n / sizeof(int32_t));
     struct pd_result res = {

@@ -22,6 +22,7 @@ struct pd_dc_run {
     char *failure;              /* the arena's: why a choice of it failed */
     bool remote, submitted;     /* submitted: decided, also when it needed no decoding; before that a remote run is on its way */
     bool told;                  /* its error went out */
+    bool lost;                  /* some record of it could not be made, for want of memory */
     uint8_t op[16]; bool has_op;
     struct pd_import *import;
     struct pd_err bad;          /* why its KV is not used */

@@ -20,7 +20,10 @@ int pd_intake_read(const uint8_t *rec, size_t n, int64_t seed, struct pd_intake 
     in->t_accept = pd_mono_us();
     int rc = pd_request_decode(rec, n, &in->mem, &in->req, e), rc2;
     if (rc < 0) {       /* keep what names it */
-        struct pd_bin id;
+        struct pd_bin id, v;
+        struct pd_str run;
+        if (!in->req.run[0] && pd_map_find(rec, n, "run", &v) == 1 && pd_get_str(v, &run) && pd_run_valid(run.p, run.n))
+            memcpy(in->req.run, run.p, PD_RUN_LEN);
         if (!in->req.id.p && pd_map_find(rec, n, "id", &id) == 1 && id.n <= 256 && id_is_plain(id) && (in->req.id.p = pd_arena_dup(&in->mem, id.p, id.n, NULL)))
             in->req.id.n = id.n;
         if (!in->req.run[0])

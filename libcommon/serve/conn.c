@@ -377,6 +377,11 @@ int pd_conn_put_fds(struct pd_conn *c, const void *rec, size_t n, const int *fd,
     if (rc) {
         if (!c->dying)
             c->out.n = from;
+        if (rc == PD_ENOMEM) {          /* a record is missing: no more can follow it */
+            struct pd_err why;
+            pd_fail(&why, PD_ENOMEM, "%s: out of memory for a record", c->o.name ? c->o.name : "peer");
+            die(c, &why);
+        }
         for (int i = 0; i < n_fd; i++)
             close(fd[i]);
         pd_free(f);

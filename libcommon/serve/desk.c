@@ -245,19 +245,27 @@ static void send_pending(struct pd_desk_run *r)
         r->at = r->pending.n = 0;
 }
 
-static void no_memory(struct pd_desk_run *r)
+/* What is left of its records does not make an answer: it fails, and others do not. */
+static void no_memory(struct pd_desk *k, struct pd_desk_run *r)
 {
     struct pd_err e;
+    struct pd_buf b = { 0 };
+    struct pd_request q = { .n = 1 };
+    if (!r->client)
+        return;
     pd_fail(&e, PD_ENOMEM, "run %s: out of memory for its records", r->name);
-    if (r->client)
-        pd_conn_close(r->client->c, &e);
+    memcpy(q.run, r->name, sizeof q.run);
+    k->ops.refuse(k->ops.ctx, &q, &e, "retry", &b);
+    r->pending.n = r->at;
+    if (!b.n || pd_buf_add(&r->pending, b.p, b.n, NULL) < 0)
+        pd_conn_close(r->client->c, &e);        /* not even that */
+    pd_buf_free(&b);
 }
 
 void pd_desk_put(struct pd_desk *k, struct pd_desk_run *r, struct pd_buf *b)
 {
-    (void)k;
     if (r->client && pd_buf_add(&r->pending, b->p, b->n, NULL) < 0)
-        no_memory(r);
+        no_memory(k, r);
     pd_buf_free(b);
     send_pending(r);
 }
@@ -293,8 +301,11 @@ static void deliver(void *ctx)
         bool lost = r->client && r->taken.n && pd_buf_add(&r->pending, r->taken.p, r->taken.n, NULL) < 0;
         r->taken.n = 0;
         r->over |= r->taken_over;
-        if (lost || (r->over && r->lost))
-            no_memory(r);
+        r->lost_here |= lost;
+        if (r->over && (r->lost || r->lost_here) && !r->told_lost) {
+            r->told_lost = true;
+            no_memory(k, r);
+        }
         send_pending(r);
         bool told = r->taken_told;
         r->taken_told = false;

@@ -43,7 +43,7 @@ struct pd_desk_run {            /* the owner's run begins with it */
     _Atomic int cancelled;      /* an enum pd_why, set by the loop */
     /* the desk's: the loop */
     struct pd_buf pending; size_t at;   /* records that wait for room */
-    bool over;
+    bool over, lost_here, told_lost;
     /* the thread */
     struct pd_buf out;
     bool ended, touched, told;          /* told: there is news of it */

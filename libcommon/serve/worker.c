@@ -72,7 +72,7 @@ static void on_over(void *ctx, struct pd_dc_run *dr)
     pd_metric_add(w->m_modes[dr->mode[0] == 'r' ? 0 : dr->mode[0] == 'l' ? 1 : 2], 1);
     dr->user = NULL;
     r->dr = NULL;
-    r->d.lost |= w->dc.fatal.code != 0;         /* memory for its last words is missing: its client is not left to wait for them */
+    r->d.lost |= dr->lost;
     pd_desk_over(w->desk, &r->d);
 }
 

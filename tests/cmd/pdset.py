@@ -54,7 +54,10 @@ class Worker:
         s.sendall(msgpack.packb({"pd": "status", "v": 1}))
         u = msgpack.Unpacker()
         while True:
-            u.feed(s.recv(65536))
+            d = s.recv(65536)
+            if not d:
+                raise ConnectionError("closed")
+            u.feed(d)
             for r in u:
                 s.close()
                 return r
@@ -66,7 +69,10 @@ class Worker:
         """Until the ledger has these counts; the ledger, and whether it had them."""
         end = time.time() + seconds
         while True:
-            g = self.ledger()
+            try:
+                g = self.ledger()
+            except (ConnectionError, KeyError):         # what it was asked for failed there
+                g = {}
             good = all(g.get(k) == v for k, v in want.items())
             if good or time.time() > end:
                 return good, g
