@@ -28,7 +28,8 @@ struct run {
     uint8_t n_parts, n_stale;
     enum pd_rank top, out_by;      /* of those that took part; of those that streamed */
     bool ended, elsewhere, headless;
-    uint8_t op[16]; bool has_op;        /* of the attempt, as its router chose it */
+    uint8_t op[16]; bool has_op;        /* of the attempt, as its router chose it; zeros between two */
+    uint32_t other;             /* of seen: told by who still worked on another attempt, or went over to this one */
     struct pd_ref first, last, cancel, out, at[N_RUN];
     struct proc *ended_by;
     enum pd_state_id end;
@@ -185,6 +186,7 @@ static void begin_attempt(struct run *r, uint32_t clears, const struct proc *by,
             r->stale[r->n_stale++] = part[i];
     r->ever |= r->seen & clears;
     r->seen &= ~clears;
+    r->other &= ~clears;
 }
 
 static const char *run_name(const struct run *r) { return (const char *)r->node.key; }
@@ -360,15 +362,20 @@ static int on_side(struct pd_check *c, struct run *r, const struct pd_log_rec *r
 static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *rec, struct proc *p, const struct pd_ref *ref, struct pd_err *e)
 {
     enum pd_state_id id = rec->state;
-    bool barred, again = r->seen & PD_BIT(id), begins = id == PD_ST_PREFILL_STARTED || id == PD_ST_KV_TRANSFER_STARTED || id == PD_ST_DECODE_STARTED;
+    bool barred, again = r->seen & PD_BIT(id), other = of_another(r, p, &rec->ev);
+    bool begins = id == PD_ST_PREFILL_STARTED || id == PD_ST_KV_TRANSFER_STARTED || id == PD_ST_DECODE_STARTED;
     int rc = 0;
     if (is_stale(r, p)) {       /* work for an attempt that was given up, unless it begins anew, or joins what the other end of a transfer has begun */
-        if (!begins || (again && !pd_state[id].both) || (!again && pd_state_clash(id, r->seen, r->ever, &barred)))
+        if (!begins || (again && !pd_state[id].both) || (!again && pd_state_clash(id, r->seen, r->ever, &barred))) {
+            r->ever |= PD_BIT(id);      /* he may go over to the present one with it */
             return 0;
+        }
         for (int i = 0; i < r->n_stale; i++)
             if (r->stale[i] == p)
                 r->stale[i--] = r->stale[--r->n_stale];
     }
+    if (other && id == PD_ST_STREAMING)
+        return 0;
     if (id == PD_ST_STREAMING) {
         if (!r->out.state || p->rank > r->out_by) {
             r->out_by = p->rank;
@@ -378,8 +385,17 @@ static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *r
             return rc;
     }
     uint32_t mask = again ? PD_BIT(id) : pd_state_clash(id, r->seen, r->ever, &barred);
-    /* Of a decode worker that went on with what the prefill worker of the attempt before had given it, a router hears only by what comes. */
-    if (mask && !again && !barred && (workers_elsewhere(r) || (p->rank > PD_R_WORKER && r->ever & mask)))
+    if (mask && other && (again || barred))
+        return 0;               /* of what was given up, and comes late */
+    if (mask && (again || barred) && !(mask & ~r->other)) {     /* that stands in the way of nothing */
+        r->ever |= r->seen & r->other;
+        r->seen &= ~r->other;
+        r->other = 0;
+        again = false;
+        mask = pd_state_clash(id, r->seen, r->ever, &barred);
+    }
+    /* Whoever goes on with what he was given in an attempt before has done there what is missing here. */
+    if (mask && !again && !barred && (workers_elsewhere(r) || r->ever & mask))
         mask = 0;
     if (again && (id == PD_ST_STREAMING || (pd_state[id].both && r->at[id].worker != p->name)))
         return 0;               /* more of the stream, or how the other end saw it */
@@ -393,6 +409,7 @@ static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *r
     if (mask && (again || barred))
         return 0;
     r->seen |= PD_BIT(id);
+    r->other = other ? r->other | PD_BIT(id) : r->other & ~PD_BIT(id);
     r->at[id] = *ref;
     return 0;
 }
@@ -462,8 +479,10 @@ static int on_run(struct pd_check *c, const struct pd_log_rec *rec, struct proc 
     rc = 0;
     if (id == PD_ST_ROUTE_SELECTED && p->rank > PD_R_WORKER && (r->has_op = rec->ev.has_op))
         memcpy(r->op, rec->ev.op, sizeof r->op);
-    if ((class == PD_SC_STEP || class == PD_SC_SIDE) && of_another(r, p, &rec->ev))
+    if (class == PD_SC_SIDE && of_another(r, p, &rec->ev))
         return 0;
+    if ((id == PD_ST_RETRY || id == PD_ST_MIGRATED) && p->rank > PD_R_WORKER && r->has_op)
+        memset(r->op, 0, sizeof r->op);
     if (class == PD_SC_STEP)
         rc = on_step(c, r, rec, p, ref, e);
     else if (class == PD_SC_SIDE)

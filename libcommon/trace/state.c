@@ -13,7 +13,7 @@ const struct pd_state pd_state[PD_N_STATES] = {
     [PD_ST_PREFILL_STARTED] = { .name = "prefill_started", .class = PD_SC_STEP, .after = B(ACCEPTED) | B(ROUTE_SELECTED), .barred = WORK | B(STREAMING) },
     [PD_ST_PREFILL_COMPLETED] = { .name = "prefill_completed", .class = PD_SC_STEP, .after = B(PREFILL_STARTED), .barred = B(KV_PUBLISHED) | MOVED },
     [PD_ST_KV_PUBLISHED] = { .name = "kv_published", .class = PD_SC_STEP, .after = B(PREFILL_COMPLETED), .barred = MOVED },
-    [PD_ST_KV_TRANSFER_STARTED] = { .name = "kv_transfer_started", .class = PD_SC_STEP, .after = B(PREFILL_STARTED), .or_ever = B(KV_PUBLISHED),
+    [PD_ST_KV_TRANSFER_STARTED] = { .name = "kv_transfer_started", .class = PD_SC_STEP, .after = B(PREFILL_STARTED), .or_ever = B(KV_PUBLISHED) | B(PREFILL_STARTED),
         .barred = MOVED, .both = true },
     [PD_ST_KV_TRANSFER_COMPLETED] = { .name = "kv_transfer_completed", .class = PD_SC_STEP, .after = B(KV_TRANSFER_STARTED), .barred = B(DECODE_STARTED) |
         B(STREAMING), .both = true },

@@ -289,10 +289,13 @@ until(lambda: a.requests or b.requests)
 gone, other = (a, b) if a.requests else (b, a)
 other.serve = Fake.whole
 gone.state = "draining"
-got = r.ask(*[dict(Q, id=i) for i in range(4)])     # some of these meet a worker that has not been heard to drain
+k = r.client(*[dict(Q, id=i) for i in range(4)])    # some of these meet a worker that has not been heard to drain
+r.until("workers_ready", 1)
 for q in list(gone.requests)[1:]:
     gone.error(gone.conns[-1], q, "reroute")
-r.until("workers_ready", 1)
+k.s.shutdown(socket.SHUT_WR)
+got = list(k.records())
+ok(len(results(got)) == 4 and not [x for x in got if x["pd"] == "error"], "what a draining worker sends back goes to another", got)
 got = r.ask(*[dict(Q, id=i) for i in range(4)])
 n = len(gone.requests)
 ok(len(results(got)) == 4 and not [x for x in results(got) if x["finish_reason"] != "length"], "a worker that drains gets nothing more", got)
