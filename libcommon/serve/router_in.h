@@ -39,7 +39,7 @@ struct pd_rt_client { struct pd_conn *c; struct pd_rt_listener *first; size_t wa
 
 struct pd_rt_choice {
     uint32_t sent;              /* tokens that have come, position after position */
-    struct pd_buf tokens, text; /* int32 */
+    struct pd_buf tokens, text, logprobs;       /* int32; float, where they are asked for */
     struct pd_buf carry;        /* text of a first token that went out early, without it */
     uint32_t told;              /* of sent: in the trace */
     bool done;

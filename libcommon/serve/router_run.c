@@ -172,6 +172,7 @@ void pd_rt_run_free(struct pd_router *r, struct pd_rt_run *run)
     for (uint32_t i = 0; run->choice && i < run->n; i++) {
         pd_buf_free(&run->choice[i].tokens);
         pd_buf_free(&run->choice[i].text);
+        pd_buf_free(&run->choice[i].logprobs);
         pd_buf_free(&run->choice[i].carry);
     }
     pd_registry_let_fp(&r->reg, run->like);
@@ -484,7 +485,7 @@ int pd_rt_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_err *e)
 /* ---- records of workers ---- */
 
 /* What the router looks at in a record, in one pass. */
-struct brief { struct pd_str run, finish, mode; struct pd_bin text, ttft, e2e; int64_t choice, pos, token, total; };
+struct brief { struct pd_str run, finish, mode; struct pd_bin text, ttft, e2e, logprob; int64_t choice, pos, token, total; };
 
 static bool read_brief(const struct pd_rec *rec, struct brief *b)
 {
@@ -515,6 +516,7 @@ static bool read_brief(const struct pd_rec *rec, struct brief *b)
                 pd_get_int(v, &b->total);
             break;
         case 'e': if (pd_str_eq(key, "e2e_ms")) b->e2e = v; break;
+        case 'l': if (pd_str_eq(key, "logprob")) b->logprob = v; break;
         case 'm': if (pd_str_eq(key, "mode")) pd_get_str(v, &b->mode); break;
         case 'f': if (pd_str_eq(key, "finish_reason")) pd_get_str(v, &b->finish); break;
         }
@@ -544,6 +546,12 @@ static void deliver(struct pd_router *r, struct pd_rt_run *run, uint32_t choice,
     }
     pd_rt_put_all(r, run, rec, n, true);
     pd_rt_key_log(r, run, rec, n, true);
+}
+
+static double number_of(struct pd_bin v)
+{
+    double x = 0;
+    return v.p && pd_get_float(v, &x) ? x : 0;
 }
 
 /* The record with another text. */
@@ -592,7 +600,9 @@ static void on_token(struct pd_router *r, struct pd_rt_run *run, const struct pd
         return;
     }
     first_seen(r, run);
-    if (pd_buf_add(&c->tokens, &id, sizeof id, &e) < 0 || (s.n && pd_buf_add(&c->text, s.p, s.n, &e) < 0)) {
+    float logprob = (float)number_of(b->logprob);
+    if (pd_buf_add(&c->tokens, &id, sizeof id, &e) < 0 || (s.n && pd_buf_add(&c->text, s.p, s.n, &e) < 0) ||
+        (run->logprobs && pd_buf_add(&c->logprobs, &logprob, sizeof logprob, &e) < 0)) {
         fail(r, run, &e);
         return;
     }
@@ -616,10 +626,26 @@ static void put_ms(struct pd_buf *b, const struct pd_rec *rec, struct pd_bin v, 
     pd_put_be64(b->p + (v.p - rec->p) + 1, bits);
 }
 
-static double ms_of(struct pd_bin v)
+/* The result of a run that has moved: whoever went on with it does not know the logprobs of the tokens that came before. */
+static int with_logprobs(const struct pd_rt_run *run, const struct pd_rec *rec, struct pd_buf *out, struct pd_err *e)
 {
-    double ms = 0;
-    return v.p && pd_get_float(v, &ms) ? ms : 0;
+    struct pd_arena mem = { 0 };
+    struct pd_result res;
+    float *all = NULL;
+    int rc = pd_result_decode(rec->p, rec->n, &mem, &res, e);
+    if (rc == 0 && res.logprobs && res.choice < run->n) {
+        const struct pd_buf *kept = &run->choice[res.choice].logprobs;
+        uint32_t n = (uint32_t)(kept->n / sizeof *all) < res.n_tokens ? (uint32_t)(kept->n / sizeof *all) : res.n_tokens;
+        if (!(all = pd_arena_dup(&mem, res.logprobs, res.n_tokens * sizeof *all, e)))
+            rc = PD_ENOMEM;
+        else {
+            memcpy(all, kept->p ? kept->p : (const uint8_t *)"", n * sizeof *all);
+            res.logprobs = all;
+        }
+    }
+    rc = rc ? rc : pd_result_encode(&res, out, e);
+    pd_arena_free(&mem);
+    return rc;
 }
 
 static void on_result(struct pd_router *r, struct pd_rt_run *run, const struct pd_rec *rec, const struct brief *b)
@@ -649,7 +675,7 @@ static void on_result(struct pd_router *r, struct pd_rt_run *run, const struct p
     struct pd_buf at = { run->held.p + from, rec->n, rec->n };
     double before = (double)(run->t_sent - run->t_accept) / 1e3;
     put_ms(&at, rec, b->e2e, (double)(now - run->t_accept) / 1e3);
-    put_ms(&at, rec, b->ttft, run->t_first ? (double)(run->t_first - run->t_accept) / 1e3 : ms_of(b->ttft) + before);
+    put_ms(&at, rec, b->ttft, run->t_first ? (double)(run->t_first - run->t_accept) / 1e3 : number_of(b->ttft) + before);
     enum pd_state_id state = run->failed ? PD_ST_FAILED : run->cancelled ? PD_ST_CANCELLED : PD_ST_COMPLETED;
     bool over = run->n_done == run->n;
     if (!run->delivered && !over)
@@ -678,7 +704,8 @@ static void put_early(struct pd_router *r, struct pd_rt_run *run, const struct p
                                   .logprob = d.first[i].logprob, .top = d.first[i].top, .n_top = d.first[i].n_top, .t_us = pd_mono_us() - run->t_accept };
             struct pd_buf b = { 0 };
             memcpy(t.run, run->name, sizeof t.run);
-            if (c->sent || pd_token_encode(&t, &b, &e) < 0 || pd_buf_add(&c->tokens, &t.token, sizeof t.token, &e) < 0) {
+            if (c->sent || pd_token_encode(&t, &b, &e) < 0 || pd_buf_add(&c->tokens, &t.token, sizeof t.token, &e) < 0 ||
+                (run->logprobs && pd_buf_add(&c->logprobs, &t.logprob, sizeof t.logprob, &e) < 0)) {
                 pd_buf_free(&b);
                 continue;
             }
@@ -743,7 +770,18 @@ void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_r
     }
     if (rec->kind == PD_K_TOKEN && from_d)
         on_token(r, run, rec, &b);
-    else if (rec->kind == PD_K_RESULT && from_d)
+    else if (rec->kind == PD_K_RESULT && from_d && run->migrations && run->logprobs) {
+        struct pd_buf mended = { 0 };
+        struct pd_err e;
+        struct pd_rec whole = *rec;
+        if (with_logprobs(run, rec, &mended, &e) == 0) {
+            whole.p = mended.p;
+            whole.n = mended.n;
+            read_brief(&whole, &b);
+        }
+        on_result(r, run, &whole, &b);
+        pd_buf_free(&mended);
+    } else if (rec->kind == PD_K_RESULT && from_d)
         on_result(r, run, rec, &b);
     else if (rec->kind == PD_K_ERROR)
         on_error(r, run, w, rec);
@@ -772,7 +810,7 @@ static void start_over(struct pd_router *r, struct pd_rt_run *run)
         struct pd_rt_choice *c = &run->choice[i];
         c->sent = c->total = 0;
         c->done = false;
-        c->tokens.n = c->text.n = c->carry.n = 0;
+        c->tokens.n = c->text.n = c->logprobs.n = c->carry.n = 0;
     }
     run->n_done = 0;
     run->failed = run->cancelled = false;

@@ -28,11 +28,11 @@ N = 24
 
 def requests(n=N, stream=True, tokens=130):
     return [{"id": i, "prompt": f"Once upon a time there were {i} foxes. " * (1 + i % 4), "max_tokens": tokens - i, "temperature": 0.9, "seed": i, "ignore_eos": True,
-             "stream": stream and i % 4 != 3} for i in range(n)]
+             "logprobs": i % 2 == 0, "stream": stream and i % 4 != 3} for i in range(n)]
 
 
 def told(records):
-    return {(r["id"], r["choice"]): (r["tokens"], r["text"], r["finish_reason"]) for r in records if r.get("pd") == "result"}
+    return {(r["id"], r["choice"]): (r["tokens"], r["text"], r["finish_reason"], r.get("logprobs")) for r in records if r.get("pd") == "result"}
 
 
 def filtered(reqs):
