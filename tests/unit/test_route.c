@@ -1,0 +1,354 @@
+/* The router's pure part: workers that are known, who may have a run and why the others may not, the choice, which pairs fit. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <cmocka.h>
+#include "../../libcommon/route/matrix.h"
+#include "../../libcommon/route/policy.h"
+#include "../../libcommon/wire/json.h"
+#include "../../libcommon/wire/pack.h"
+
+static struct pd_registry reg;
+static struct pd_decision dec;
+static struct pd_err e;
+
+/* A fingerprint of these fields alone. */
+static void fields(struct pd_buf *b, int64_t theta, int64_t block, const char *numerics)
+{
+    struct pd_packer k;
+    pd_pack_init(&k, b, &e);
+    msgpack_pack_map(&k.pk, 4);
+    pd_pack_text(&k, "arch");
+    pd_pack_text(&k, "llama");
+    pd_pack_text(&k, "rope_theta");
+    msgpack_pack_int64(&k.pk, theta);
+    pd_pack_text(&k, "block_size");
+    msgpack_pack_int64(&k.pk, block);
+    pd_pack_text(&k, "numerics");
+    pd_pack_text(&k, numerics);
+    assert_int_equal(k.rc, 0);
+}
+
+struct who { const char *at, *role, *state; uint64_t epoch; int64_t theta, block; const char *numerics; struct pd_load load; struct pd_capacity cap; };
+#define READY(a, r) { .at = a, .role = r, .state = "ready", .theta = 10000, .block = 16, .numerics = "x", .cap = { 1000, 16, 8, 64, 4096 } }
+
+static void record(const struct who *w, struct pd_buf *out)
+{
+    struct pd_buf fp = { 0 };
+    fields(&fp, w->theta, w->block, w->numerics);
+    struct pd_worker_rec r = { .worker = { w->at, strlen(w->at) }, .model_revision = { "m@0", 3 }, .numerics = { w->numerics, strlen(w->numerics) }, .domain = { "local", 5 },
+        .fp_fields = { fp.p, fp.n }, .parallel = { 1, 1, 1 }, .capacity = w->cap, .load = w->load, .epoch = w->epoch, .layout = { .block_size = 16, .dtype = "f16",
+        .order = "HND" } };
+    snprintf(r.role, sizeof r.role, "%s", w->role);
+    snprintf(r.state, sizeof r.state, "%s", w->state);
+    assert_int_equal(pd_sha256(fp.p, fp.n, r.fp_sha, &e), 0);
+    if (pd_worker_rec_encode(&r, out, &e))
+        fail_msg("%s", e.msg);
+    pd_buf_free(&fp);
+}
+
+static struct pd_member *say(struct who w, int64_t now)
+{
+    struct pd_buf b = { 0 };
+    struct pd_member *m;
+    bool fresh;
+    record(&w, &b);
+    assert_int_equal(pd_registry_add(&reg, w.at, &m, &e), 0);
+    if (pd_registry_said(&reg, m, b.p, b.n, now, &fresh, &e))
+        fail_msg("%s", e.msg);
+    m->reachable = true;
+    pd_buf_free(&b);
+    return m;
+}
+
+static int clean(void **state)
+{
+    pd_registry_free(&reg);
+    return 0;
+}
+
+static struct pd_need need(enum pd_policy p) { return (struct pd_need){ .policy = p, .now_us = 1000, .suspect_us = 3000000, .prompt_tokens = 100, .exact = true, .max_tokens = 50, .n = 1, .like = -1 }; }
+
+static const char *why(const struct pd_member *m)
+{
+    static char text[300];
+    for (uint32_t i = 0; i < dec.n_p; i++)
+        if (dec.p_row[i].m == m)
+            return pd_excluded_text(&dec, &dec.p_row[i], text, sizeof text);
+    for (uint32_t i = 0; i < dec.n_d; i++)
+        if (dec.d_row[i].m == m)
+            return pd_excluded_text(&dec, &dec.d_row[i], text, sizeof text);
+    return "not listed";
+}
+
+static void the_least_loaded_is_chosen(void **state)
+{
+    struct pd_member *a = say((struct who)READY("unix:/a", "both"), 1), *b = say((struct who)READY("unix:/b", "decode"), 1), *last = NULL;
+    struct pd_need q = need(PD_POLICY_AGGREGATED);
+    int n[2] = { 0 };
+    for (int i = 0; i < 10; i++) {      /* idle ones take turns */
+        pd_decide(&reg, &q, &dec);
+        assert_int_equal(dec.outcome, PD_CHOSEN);
+        assert_int_equal(dec.mode, PD_MODE_AGGREGATED);
+        assert_true(dec.d != last && !dec.p);
+        last = dec.d;
+        n[dec.d == b]++;
+        struct pd_share s = pd_share_of(&q, dec.d, true, true);
+        pd_member_take(dec.d, s);
+        pd_member_give_back(dec.d, s);
+    }
+    assert_true(n[0] == 5 && n[1] == 5 && !a->own.runs && !a->own.blocks && !a->own.prefill_tokens);
+    struct pd_share s = pd_share_of(&q, a, true, true);
+    assert_true(s.runs == 1 && s.prefill_tokens == 100 && s.blocks == 10);
+    for (int i = 0; i < 3; i++)
+        pd_member_take(a, s);
+    for (int i = 0; i < 3; i++) {
+        pd_decide(&reg, &q, &dec);
+        assert_ptr_equal(dec.d, b);
+        pd_member_take(b, s);
+    }
+    struct who busy = READY("unix:/b", "decode");
+    busy.load = (struct pd_load){ .runs = 3, .prefill_tokens_ahead = 5000 };        /* of which 300 are ours */
+    say(busy, 2);
+    assert_int_equal(b->foreign.prefill_tokens, 0);     /* once may be late news */
+    say(busy, 3);
+    assert_int_equal(b->foreign.prefill_tokens, 4700);
+    pd_decide(&reg, &q, &dec);
+    assert_ptr_equal(dec.d, a);
+    busy.load = (struct pd_load){ 0 };  /* what it does not report is not believed: it has three of ours */
+    say(busy, 4);
+    assert_true(b->own.runs == 3 && b->own.prefill_tokens == 300 && !b->disagrees);
+    busy.load.runs = 500;
+    for (int i = 0; i < 3; i++)
+        say(busy, 5 + i);
+    assert_true(b->disagrees);
+}
+
+static void each_exclusion_is_named(void **state)
+{
+    struct who w[] = { READY("unix:/draining", "both"), READY("unix:/away", "both"), READY("unix:/silent", "both"), READY("unix:/old", "both"), READY("unix:/full", "both"),
+                       READY("unix:/failed", "both"), READY("unix:/good", "both") };
+    struct pd_member *m[7], *unknown;
+    w[0].state = "draining";
+    w[4].cap.max_runs = 3;
+    for (int i = 0; i < 7; i++) {
+        w[i].epoch = i == 3 ? 1 : 2;
+        m[i] = say(w[i], i == 2 ? -4000000 : 500);
+    }
+    assert_int_equal(pd_registry_add(&reg, "unix:/unknown", &unknown, &e), 0);
+    m[1]->reachable = false;
+    m[4]->own.runs = 2;
+    struct pd_tried tried[] = { { m[5], m[5]->life } };
+    struct pd_need q = need(PD_POLICY_AGGREGATED);
+    q.tried = tried;
+    q.n_tried = 1;
+    pd_decide(&reg, &q, &dec);
+    assert_ptr_equal(dec.d, m[6]);
+    assert_string_equal(why(m[0]), "draining");
+    assert_string_equal(why(m[1]), "not reachable");
+    assert_string_equal(why(m[2]), "no heartbeat for 4.0 s");
+    assert_string_equal(why(m[3]), "epoch 1, new runs go to 2");
+    assert_string_equal(why(m[4]), "capacity: 2 runs of 2");
+    assert_string_equal(why(m[5]), "failed this run already");
+    assert_string_equal(why(m[6]), "");
+    assert_string_equal(why(unknown), "has not registered");
+    m[5]->life++;               /* it has come back */
+    m[6]->reachable = false;
+    pd_decide(&reg, &q, &dec);
+    assert_ptr_equal(dec.d, m[5]);
+    m[5]->reachable = false;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_ROOM);        /* the full one is there */
+    m[4]->reachable = false;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);           /* nobody newer: the old epoch */
+    assert_ptr_equal(dec.d, m[3]);
+    m[3]->reachable = false;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_WORKER);
+    struct pd_buf line = { 0 }, list = { 0 }, rec = { 0 }, json = { 0 };
+    assert_int_equal(pd_decision_text(&dec, &line, &e), 0);
+    assert_int_equal(pd_buf_add(&line, "", 1, &e), 0);
+    assert_non_null(strstr((char *)line.p, "unix:/draining: draining; "));
+    assert_non_null(strstr((char *)line.p, "unix:/unknown: has not registered"));
+    assert_int_equal(pd_decision_excluded(&dec, &list, &e), 0);
+    assert_int_equal(list.p[0], 0x98);  /* eight of them */
+    static const uint8_t op[16];
+    struct pd_route_note note = { .run = "01M8PAW1CACQM7WS4V0NE4983X", .op = op };
+    assert_int_equal(pd_decision_encode(&dec, &note, &rec, &e), 0);
+    assert_int_equal(pd_msgpack_to_json(rec.p, rec.n, &json, &e), 0);
+    assert_int_equal(pd_buf_add(&json, "", 1, &e), 0);
+    assert_non_null(strstr((char *)json.p, "\"chosen\":null,\"reason\":\"wait_worker\""));
+    pd_buf_free(&line);
+    pd_buf_free(&list);
+    pd_buf_free(&rec);
+    pd_buf_free(&json);
+}
+
+static void what_nobody_has_is_never(void **state)
+{
+    say((struct who)READY("unix:/a", "both"), 1);
+    struct pd_need q = need(PD_POLICY_AGGREGATED);
+    q.adapter = (struct pd_str){ "lora", 4 };
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_NEVER);
+    q = need(PD_POLICY_AGGREGATED);
+    q.prompt_tokens = 4096;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_NEVER);
+    q.exact = false;            /* a guess excludes nobody */
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);
+}
+
+static void pairs_agree(void **state)
+{
+    struct who other = READY("unix:/p-other", "prefill");
+    other.theta = 5000;
+    struct pd_member *bad = say(other, 1), *d = say((struct who)READY("unix:/d", "decode"), 1);
+    struct pd_need q = need(PD_POLICY_FIXED);
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_WORKER);      /* it is there, and does not fit: no reason to do without */
+    assert_string_equal(why(bad), "fingerprint: rope_theta differs (prefill 5000, decode 10000)");
+    struct who soft = READY("unix:/p-soft", "prefill");
+    soft.numerics = "y";
+    struct pd_member *p = say(soft, 1);
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.outcome == PD_CHOSEN && dec.mode == PD_MODE_REMOTE && dec.p == p && dec.d == d);
+    p->reachable = bad->reachable = false;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_NO_PREFILL);
+    q.local = true;
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.outcome == PD_CHOSEN && dec.mode == PD_MODE_LOCAL && !dec.p && dec.d == d);
+    q = need(PD_POLICY_FIXED);
+    q.like = d->fp;             /* a stream goes on only where KV and numerics are the same */
+    q.numerics = "x";
+    struct who twin = READY("unix:/d2", "both");
+    twin.numerics = "y";
+    struct pd_member *d2 = say(twin, 1);
+    d->reachable = false;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_WORKER);
+    assert_string_equal(why(d2), "numerics y, the run began with x");
+    q.numerics = "y";
+    pd_decide(&reg, &q, &dec);
+    assert_ptr_equal(dec.d, d2);
+}
+
+static void no_kv_crosses_epochs(void **state)
+{
+    struct who w[] = { READY("unix:/p1", "prefill"), READY("unix:/d1", "decode"), READY("unix:/p2", "prefill"), READY("unix:/d2", "decode") };
+    struct pd_member *m[4];
+    for (int i = 0; i < 4; i++) {
+        w[i].epoch = i < 2 ? 1 : 2;
+        m[i] = i < 3 ? say(w[i], 1) : NULL;
+    }
+    struct pd_need q = need(PD_POLICY_FIXED);
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.p == m[0] && dec.d == m[1]);        /* 2 is not complete */
+    m[3] = say(w[3], 1);
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.p == m[2] && dec.d == m[3] && dec.epoch == 2);
+    q.d = m[3];                 /* another prefill worker for a run that decodes there: none of its epoch */
+    struct pd_tried tried[] = { { m[2], m[2]->life } };
+    q.tried = tried;
+    q.n_tried = 1;
+    pd_decide(&reg, &q, &dec);
+    assert_int_not_equal(dec.outcome, PD_CHOSEN);
+}
+
+static void room_for_the_output_counts(void **state)
+{
+    struct who w = READY("unix:/d", "decode");
+    w.cap.blocks = 20;
+    say((struct who)READY("unix:/p", "prefill"), 1);
+    struct pd_member *d = say(w, 1);
+    struct pd_need q = need(PD_POLICY_FIXED);
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);
+    pd_member_take(d, pd_share_of(&q, d, false, true));         /* 10 blocks */
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);
+    pd_member_take(d, pd_share_of(&q, d, false, true));
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_ROOM);
+    assert_string_equal(why(d), "capacity: 20 blocks of 20 are taken");
+}
+
+static void fingerprints_are_let_go(void **state)
+{
+    struct who w = READY("unix:/a", "both");
+    for (int i = 0; i < 3 * PD_MAX_FPS; i++) {  /* a worker that is started anew with another model each time */
+        w.theta = 10000 + i;
+        say(w, i);
+    }
+    int used = 0;
+    for (int i = 0; i < PD_MAX_FPS; i++)
+        used += reg.fp[i].users > 0;
+    assert_int_equal(used, 1);
+    struct pd_buf b = { 0 };
+    struct pd_member *m;
+    bool fresh;
+    char at[40];
+    int rc = 0, n = 1;
+    for (; rc == 0 && n < 2 * PD_MAX_FPS; n++) {
+        snprintf(at, sizeof at, "unix:/w%d", n);
+        w.at = at;
+        w.theta = n;
+        b.n = 0;
+        record(&w, &b);
+        assert_int_equal(pd_registry_add(&reg, at, &m, &e), 0);
+        rc = pd_registry_said(&reg, m, b.p, b.n, 1, &fresh, &e);
+    }
+    assert_int_equal(rc, PD_ENOMEM);
+    assert_int_equal(n, PD_MAX_FPS + 1);
+    b.p[b.n / 2] ^= 1;
+    pd_registry_said(&reg, reg.first, b.p, b.n, 1, &fresh, &e);
+    b.n -= 3;                   /* cut: refused, and what is known stays */
+    assert_true(pd_registry_said(&reg, reg.first, b.p, b.n, 1, &fresh, &e) < 0);
+    assert_true(reg.first->known);
+    pd_buf_free(&b);
+}
+
+static void the_matrix_names_what_differs(void **state)
+{
+    struct who w[] = { READY("p", "prefill"), READY("p-block", "prefill"), READY("p-old", "prefill"), READY("d", "decode"), READY("d-other", "both") };
+    struct pd_worker_rec r[5];
+    struct pd_buf b[5] = { { 0 } }, text = { 0 };
+    struct pd_arena mem = { 0 };
+    struct pd_matrix m;
+    w[1].block = 32;
+    w[2].epoch = 1;
+    w[4].theta = 7;
+    for (int i = 0; i < 5; i++) {
+        record(&w[i], &b[i]);
+        assert_int_equal(pd_worker_rec_decode(b[i].p, b[i].n, &mem, &r[i], &e), 0);
+    }
+    assert_int_equal(pd_matrix_make(r, 5, &m, &e), 0);
+    assert_true(m.n_p == 3 && m.n_d == 2);
+    assert_true(m.m[0] == PD_M_OK && m.m[1] == PD_M_REFUSED && m.m[2] == PD_M_CONVERTIBLE && m.m[3] == PD_M_REFUSED && m.m[4] == PD_M_APART);
+    assert_int_equal(pd_matrix_needed(&m, &e), PD_EINCOMPAT);
+    assert_non_null(strstr(e.msg, "p-block can exchange KV with no worker"));
+    assert_int_equal(pd_matrix_text(&m, &text, &e), 0);
+    assert_int_equal(pd_buf_add(&text, "", 1, &e), 0);
+    assert_non_null(strstr((char *)text.p, "p-block -> [1] d: block_size differs (prefill 32, decode 16)\n"));
+    assert_non_null(strstr((char *)text.p, "p -> [2] d-other: rope_theta differs (prefill 10000, decode 7)\n"));
+    pd_matrix_free(&m);
+    assert_int_equal(pd_matrix_make(r + 3, 2, &m, &e), 0);
+    assert_int_equal(pd_matrix_needed(&m, &e), 0);
+    pd_matrix_free(&m);
+    for (int i = 0; i < 5; i++)
+        pd_buf_free(&b[i]);
+    pd_buf_free(&text);
+    pd_arena_free(&mem);
+}
+
+int main(void)
+{
+#define T(f) cmocka_unit_test_teardown(f, clean)
+    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree), T(no_kv_crosses_epochs),
+        T(room_for_the_output_counts), T(fingerprints_are_let_go), T(the_matrix_names_what_differs) };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
