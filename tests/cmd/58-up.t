@@ -127,7 +127,7 @@ check "what a command leaves in the background goes with the set" eval '[ $got =
 
 # ---- signals ----
 
-begin() { env B="$tmp" scripts/pd-up "$@" >"$tmp/out" 2>"$tmp/err" </dev/null & pid=$!; for _ in $(seq 200); do told "ready: " && return; sleep 0.05; done; }
+begin() { rm -f "$tmp/err"; env B="$tmp" scripts/pd-up "$@" >"$tmp/out" 2>"$tmp/err" </dev/null & pid=$!; for _ in $(seq 200); do told "ready: " && return; sleep 0.05; done; }
 end() { kill "-$1" $pid; wait $pid; got=$?; }
 set -m          # so that INT is not ignored in what is started here
 begin 1P1D -m "$M" --dir "$tmp/d"; sleep 0.3; end INT
