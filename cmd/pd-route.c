@@ -14,7 +14,8 @@
 static char **workers, *workers_file, *policy, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *trace, *trace_max, *status_of;
 static int stream, early, check;
 static struct poptOption ask_options[] = {
-    { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)", "ENDPOINT" },
+    { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)",
+        "ENDPOINT" },
     { "check", '\0', POPT_ARG_NONE, &check, 0, "print which prefill worker can give KV to which decode worker and exit; 3 when one has no partner", NULL },
     { "workers", 'w', POPT_ARG_STRING, &workers_file, 0, "of --check: a file of `worker` records (--describe prints them)", "FILE" },
     POPT_TABLEEND

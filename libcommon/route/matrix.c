@@ -62,7 +62,8 @@ int pd_match(const struct pd_worker_rec *p, const struct pd_worker_rec *d, enum 
     }
     if (p->epoch != d->epoch) {
         *out = PD_M_APART;
-        rc = pd_buf_printf(why, e, "%sepoch differs (prefill %llu, decode %llu)", why->n ? "; " : "", (unsigned long long)p->epoch, (unsigned long long)d->epoch);
+        rc = pd_buf_printf(why, e, "%sepoch differs (prefill %llu, decode %llu)", why->n ? "; " : "", (unsigned long long)p->epoch,
+            (unsigned long long)d->epoch);
     }
     return rc;
 }

@@ -280,7 +280,8 @@ static int make_metrics(struct pd_router *r, struct pd_err *e)
 #define GAUGE(n, h, ...) { .name = n, .help = h, .type = PD_GAUGE, __VA_ARGS__ }
 #define SECONDS(n, h) { .name = n, .help = h, .type = PD_HISTOGRAM, .scale = 6, .bounds = pd_latency_bounds, .n_bounds = pd_n_latency_bounds }
     const struct pd_metric_about runs = GAUGE("pd_runs", "Runs in hand."), queue = GAUGE("pd_route_queue", "Runs that wait for a worker."),
-        ends = COUNTER("pd_runs_total", "Runs, by how they ended.", .label = { "end" }), modes = COUNTER("pd_routes_total", "Decisions, by mode.", .label = { "mode" }),
+        ends = COUNTER("pd_runs_total", "Runs, by how they ended.", .label = { "end" }), modes = COUNTER("pd_routes_total", "Decisions, by mode.",
+            .label = { "mode" }),
         again = COUNTER("pd_route_again_total", "Decisions for a run that its workers failed before its first token went out: another prefill worker, another "
                         "decode worker, or no KV from elsewhere.", .label = { "what" }),
         moved = COUNTER("pd_migrations_total", "Streams that went on at another worker."),
@@ -291,7 +292,8 @@ static int make_metrics(struct pd_router *r, struct pd_err *e)
         waited = SECONDS("pd_route_wait_seconds", "From acceptance to a worker.");
     const struct { const struct pd_metric_about *about; struct pd_metric **to; const char *label; } t[] = {
         { &runs, &r->m_runs, NULL }, { &queue, &r->m_queue, NULL }, { &ends, &r->m_ends[0], "completed" }, { &ends, &r->m_ends[1], "failed" },
-        { &ends, &r->m_ends[2], "cancelled" }, { &ends, &r->m_ends[3], "blocked" }, { &ends, &r->m_ends[4], "refused" }, { &modes, &r->m_modes[0], "aggregated" },
+        { &ends, &r->m_ends[2], "cancelled" }, { &ends, &r->m_ends[3], "blocked" }, { &ends, &r->m_ends[4], "refused" }, { &modes, &r->m_modes[0],
+            "aggregated" },
         { &modes, &r->m_modes[1], "remote" }, { &modes, &r->m_modes[2], "local" }, { &again, &r->m_retry[0], "prefill" }, { &again, &r->m_retry[1], "decode" },
         { &again, &r->m_retry[2], "local" }, { &moved, &r->m_migrated, NULL }, { &joined, &r->m_joined, NULL }, { &dropped, &r->m_dropped, NULL },
         { &disagree, &r->m_disagree, NULL }, { &ttft, &r->m_ttft, NULL }, { &e2e, &r->m_e2e, NULL }, { &waited, &r->m_wait, NULL } };

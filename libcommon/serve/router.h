@@ -1,6 +1,7 @@
 /* The router: requests of many clients in, each given to workers by a policy (../route/policy.h), tokens and results back.
  *
- * Each request becomes a run. It waits until a worker may have it, is sent with a `route` inside (../wire/routing.h), and ends with exactly one result a choice,
+ * Each request becomes a run. It waits until a worker may have it, is sent with a `route` inside (../wire/routing.h), and ends with exactly one result a
+ * choice,
  * whatever fails on the way. Its records pass unchanged from the worker to the client; the router looks into them for run, choice, position and token alone,
  * and sets the times of a result to those that its client saw.
  *
@@ -8,7 +9,8 @@
  *   prefill worker lost, or says error     another one, once; then its decode worker is told to recompute: mode local, fallback "prefill_worker_gone: ..."
  *   no prefill worker is there             after a second, a worker does it alone: mode local, fallback "no_prefill_worker: ..."
  *   decode worker lost before that         another one from the start; at most `attempts` in all
- *   decode worker lost while streaming     `migrated`: another one of the same fingerprint and numerics goes on after the tokens that went out (n = 1), twice at most
+ *   decode worker lost while streaming     `migrated`: another one of the same fingerprint and numerics goes on after the tokens that went out (n = 1),
+ * twice at most
  *   worker drains                          another one; that counts for nothing
  *   nobody may have it                     it waits, within its deadline and at most `wait`; then `blocked`, with who was excluded and why
  *   client gone, cancel, deadline          the workers are told to drop it; what they have not confirmed in a second is ended here
@@ -16,8 +18,8 @@
  *
  * A run with an idempotency_key outlives its clients, and is answered again to who repeats the key (and the request) until `key_ttl` after its end.
  *
- * Two records of a run's first worker may go out for one run: a second `request` with another route changes the plan (the brief of a worker is in worker.h):
- * remote with another p, or local.
+ * A worker that has a run may get a second `request` of it, with another route (`again`): remote with another p, or local. What a worker does then is said in
+ * worker.h.
  */
 #ifndef PD_SERVE_ROUTER_H
 #define PD_SERVE_ROUTER_H

@@ -84,7 +84,8 @@ void pd_rt_put_all(struct pd_router *r, struct pd_rt_run *run, const void *recs,
 
 /* ---- listeners ---- */
 
-int pd_rt_listen(struct pd_router *r, struct pd_rt_client *k, struct pd_rt_run *run, const char *name, bool stream, struct pd_rt_listener **out, struct pd_err *e)
+int pd_rt_listen(struct pd_router *r, struct pd_rt_client *k, struct pd_rt_run *run, const char *name, bool stream, struct pd_rt_listener **out,
+    struct pd_err *e)
 {
     struct pd_rt_listener *l = pd_calloc(1, sizeof *l, "a listener", e);
     if (!l)
@@ -256,7 +257,8 @@ static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request
     run->first_us = ms_in(q->timeouts_ms, "first_token");
     run->n = (uint32_t)q->n;
     run->logprobs = q->logprobs;
-    run->need = (struct pd_need){ .policy = r->o.policy, .suspect_us = r->o.suspect_us, .exact = q->has_token_ids, .max_tokens = (uint32_t)q->max_tokens, .n = run->n,
+    run->need = (struct pd_need){ .policy = r->o.policy, .suspect_us = r->o.suspect_us, .exact = q->has_token_ids, .max_tokens = (uint32_t)q->max_tokens,
+        .n = run->n,
                                   .prompt_tokens = q->has_token_ids ? q->n_token_ids : guess_tokens(q), .like = -1 };
     q->has &= ~(uint32_t)PD_RQ_DEADLINE;
     q->idempotency_key = (struct pd_str){ NULL, 0 };

@@ -1,4 +1,5 @@
-/* Inside the router, shared by its files: router.c (daemon, workers, metrics), router_run.c (what becomes of a run), router_client.c (clients and what they
+/* Inside the router, shared by its files: router.c (daemon, workers, metrics), router_run.c (a run until its end), router_back.c
+ * (what workers send back), router_fail.c (when they fail it), router_client.c (clients and what they
  * are sent), router_key.c (idempotency keys). Everything is the loop thread's. */
 #ifndef PD_SERVE_ROUTER_IN_H
 #define PD_SERVE_ROUTER_IN_H
@@ -97,7 +98,8 @@ struct pd_router {
     bool sweeping, dispatching, dispatch_again, policy_known;
     int64_t since, next_dispatch;
     struct pd_buf scratch;
-    struct pd_metric *m_runs, *m_queue, *m_ends[5], *m_modes[3], *m_retry[3] /* prefill, decode, local */, *m_migrated, *m_joined, *m_dropped, *m_ttft, *m_e2e, *m_wait, *m_disagree;
+    struct pd_metric *m_runs, *m_queue, *m_ends[5], *m_modes[3], *m_retry[3] /* prefill, decode, local */, *m_migrated, *m_joined, *m_dropped, *m_ttft,
+        *m_e2e, *m_wait, *m_disagree;
 };
 
 /* ---- router_run.c ---- */
@@ -113,9 +115,41 @@ void pd_rt_run_free(struct pd_router *r, struct pd_rt_run *run);
 struct pd_rt_run *pd_rt_find(struct pd_router *r, const char *name, size_t n);
 void pd_rt_wake(struct pd_router *r);           /* the sweep runs while there is something to look at */
 
+/* what its other files use: */
+/* While runs are walked nothing else may end one: who would be routed now is looked at by pd_rt_end_walk. */
+bool pd_rt_begin_walk(struct pd_router *r);
+/* The request with this route, into r->scratch. */
+int pd_rt_compose(struct pd_router *r, struct pd_rt_run *run, const struct pd_routing *route, struct pd_err *e);
+void pd_rt_end_cancelled(struct pd_router *r, struct pd_rt_run *run);
+void pd_rt_end_run(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id state);
+void pd_rt_end_walk(struct pd_router *r, bool outer);
+void pd_rt_enqueue(struct pd_router *r, struct pd_rt_run *run, bool first);
+/* Both end the run, with results of our own; it is gone afterwards. */
+void pd_rt_fail(struct pd_router *r, struct pd_rt_run *run, const struct pd_err *why);
+void pd_rt_falls_back(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why);
+const char *pd_rt_name_of(const struct pd_rt_worker *w);
+struct pd_need pd_rt_need_of(struct pd_router *r, const struct pd_rt_run *run, int64_t now);
+void pd_rt_note_route(struct pd_router *r, struct pd_rt_run *run, const char *reason, int64_t now);
+void pd_rt_release_d(struct pd_rt_run *run);
+void pd_rt_release_p(struct pd_rt_run *run, const char *cancel);
+struct pd_routing pd_rt_routing(struct pd_router *r, const struct pd_rt_run *run);
+void pd_rt_send_cancel(struct pd_rt_worker *w, const struct pd_rt_run *run, const char *cause);
+bool pd_rt_set_text(struct pd_buf *b, const char *text);
+void pd_rt_step(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id state, const char *cause);
+void pd_rt_step_tokens(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id state, uint32_t choice, uint32_t pos, uint32_t tokens, const char *cause);
+bool pd_rt_streams(const struct pd_rt_run *run);
+const char *pd_rt_text_of(const struct pd_buf *b);
+void pd_rt_trace_end(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id state, const char *cause);
+
+/* ---- router_back.c: pd_rt_record; router_fail.c: pd_rt_down, and ---- */
+void pd_rt_d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, bool counts);
+void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why, bool another);
+void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why);
+
 /* ---- router_client.c ---- */
 extern const struct pd_conn_cb pd_rt_client_cb; /* ctx: the router */
-int pd_rt_listen(struct pd_router *r, struct pd_rt_client *k, struct pd_rt_run *run, const char *name, bool stream, struct pd_rt_listener **out, struct pd_err *e);
+int pd_rt_listen(struct pd_router *r, struct pd_rt_client *k, struct pd_rt_run *run, const char *name, bool stream, struct pd_rt_listener **out,
+    struct pd_err *e);
 void pd_rt_put(struct pd_router *r, struct pd_rt_listener *l, const void *rec, size_t n);
 void pd_rt_put_all(struct pd_router *r, struct pd_rt_run *run, const void *recs, size_t n, bool tokens);      /* records, one after the other */
 void pd_rt_leave(struct pd_router *r, struct pd_rt_run *run);   /* the run has ended: its listeners get what waits, and go */

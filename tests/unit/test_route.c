@@ -37,8 +37,10 @@ static void record(const struct who *w, struct pd_buf *out)
 {
     struct pd_buf fp = { 0 };
     fields(&fp, w->theta, w->block, w->numerics);
-    struct pd_worker_rec r = { .worker = { w->at, strlen(w->at) }, .model_revision = { "m@0", 3 }, .numerics = { w->numerics, strlen(w->numerics) }, .domain = { "local", 5 },
-        .fp_fields = { fp.p, fp.n }, .parallel = { 1, 1, 1 }, .capacity = w->cap, .load = w->load, .epoch = w->epoch, .layout = { .block_size = 16, .dtype = "f16",
+    struct pd_worker_rec r = { .worker = { w->at, strlen(w->at) }, .model_revision = { "m@0", 3 }, .numerics = { w->numerics, strlen(w->numerics) },
+        .domain = { "local", 5 },
+        .fp_fields = { fp.p, fp.n }, .parallel = { 1, 1, 1 }, .capacity = w->cap, .load = w->load, .epoch = w->epoch, .layout = { .block_size = 16,
+            .dtype = "f16",
         .order = "HND" } };
     snprintf(r.role, sizeof r.role, "%s", w->role);
     snprintf(r.state, sizeof r.state, "%s", w->state);
@@ -68,7 +70,8 @@ static int clean(void **state)
     return 0;
 }
 
-static struct pd_need need(enum pd_policy p) { return (struct pd_need){ .policy = p, .now_us = 1000, .suspect_us = 3000000, .prompt_tokens = 100, .exact = true, .max_tokens = 50, .n = 1, .like = -1 }; }
+static struct pd_need need(enum pd_policy p) { return (struct pd_need){ .policy = p, .now_us = 1000, .suspect_us = 3000000, .prompt_tokens = 100,
+    .exact = true, .max_tokens = 50, .n = 1, .like = -1 }; }
 
 static const char *why(const struct pd_member *m)
 {
@@ -127,7 +130,8 @@ static void the_least_loaded_is_chosen(void **state)
 
 static void each_exclusion_is_named(void **state)
 {
-    struct who w[] = { READY("unix:/draining", "both"), READY("unix:/away", "both"), READY("unix:/silent", "both"), READY("unix:/old", "both"), READY("unix:/full", "both"),
+    struct who w[] = { READY("unix:/draining", "both"), READY("unix:/away", "both"), READY("unix:/silent", "both"), READY("unix:/old", "both"),
+        READY("unix:/full", "both"),
                        READY("unix:/failed", "both"), READY("unix:/good", "both") };
     struct pd_member *m[7], *unknown;
     w[0].state = "draining";
@@ -348,7 +352,8 @@ static void the_matrix_names_what_differs(void **state)
 int main(void)
 {
 #define T(f) cmocka_unit_test_teardown(f, clean)
-    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree), T(no_kv_crosses_epochs),
+    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
+        T(no_kv_crosses_epochs),
         T(room_for_the_output_counts), T(fingerprints_are_let_go), T(the_matrix_names_what_differs) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,182 @@
+/* What is done when the workers of a run fail it: another prefill worker, no KV, another decode worker, or the stream goes on elsewhere. */
+#include <stdio.h>
+#include "../base/clock.h"
+#include "../base/log.h"
+#include "router_in.h"
+
+static void remember(struct pd_rt_run *run, const struct pd_rt_worker *w)
+{
+    if (run->n_tried == PD_RT_TRIED)
+        memmove(run->tried, run->tried + 1, sizeof *run->tried * (size_t)--run->n_tried);
+    run->tried[run->n_tried++] = (struct pd_tried){ w->m, w->m->life };
+}
+
+/* Nothing has gone out: all of it is done again. */
+static void start_over(struct pd_router *r, struct pd_rt_run *run)
+{
+    for (uint32_t i = 0; i < run->n; i++) {
+        struct pd_rt_choice *c = &run->choice[i];
+        c->sent = c->total = 0;
+        c->done = false;
+        c->tokens.n = c->text.n = c->logprobs.n = c->carry.n = 0;
+    }
+    run->n_done = 0;
+    run->failed = run->cancelled = false;
+    run->held.n = 0;
+    run->t_first = 0;
+    pd_rt_key_restart(r, run);
+}
+
+/* Its decode worker will not end it. */
+void pd_rt_d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, bool counts)
+{
+    struct pd_rt_worker *w = run->d;
+    struct pd_err e;
+    if (run->cancelling) {
+        pd_rt_release_p(run, run->cancel_cause);
+        pd_rt_release_d(run);
+        pd_rt_end_cancelled(r, run);
+        return;
+    }
+    remember(run, w);
+    run->failures += counts;
+    if (!run->delivered && run->p)
+        run->old_p = run->p;    /* what it computes or has is of use, if it is chosen again */
+    pd_rt_release_p(run, run->delivered ? "its decode worker is lost" : NULL);
+    pd_rt_release_d(run);
+    if (run->delivered && run->n > 1)
+        pd_fail(&e, PD_EFAIL, "%.300s; %u choices were streaming, and only a request with n = 1 can go on elsewhere", why, run->n);
+    else if (run->delivered && run->migrations == PD_RT_MAX_MIGRATIONS)
+        pd_fail(&e, PD_EFAIL, "%.300s; the run has been moved %d times already", why, PD_RT_MAX_MIGRATIONS);
+    else if (!run->delivered && run->failures >= (uint32_t)r->o.attempts)
+        pd_fail(&e, PD_EFAIL, "%.300s; it was the last of %d attempts", why, r->o.attempts);
+    else {
+        pd_warn("run %s: %s; %s", run->name, why, run->delivered ? "another worker goes on with it" : "it begins again elsewhere");
+        if (run->delivered) {
+            char text[360];
+            run->migrations++;
+            if (run->like < 0) {
+                run->like = w->m->fp;
+                pd_registry_hold_fp(&r->reg, run->like);
+                snprintf(run->numerics, sizeof run->numerics, "%s", w->m->said.numerics.p ? w->m->said.numerics.p : "");
+            }
+            snprintf(text, sizeof text, "migrated: %.300s", why);
+            pd_rt_set_text(&run->fallback, text);
+            pd_metric_add(r->m_migrated, 1);
+            for (uint32_t i = 0; i < run->n; i++)       /* what the first one brought is told before */
+                if (run->choice[i].sent > run->choice[i].told) {
+                    pd_rt_step_tokens(r, run, PD_ST_STREAMING, i, run->choice[i].told, run->choice[i].sent - run->choice[i].told, NULL);
+                    run->choice[i].told = run->choice[i].sent;
+                }
+            pd_rt_step(r, run, PD_ST_MIGRATED, why);
+        } else {
+            start_over(r, run);
+            pd_metric_add(r->m_retry[1], 1);
+            pd_rt_step(r, run, PD_ST_RETRY, why);
+        }
+        pd_rt_enqueue(r, run, true);
+        pd_rt_dispatch(r);
+        return;
+    }
+    pd_rt_fail(r, run, &e);
+}
+
+/* Its decode worker, which waits for KV, is told what is to be done instead. */
+static bool tell_d(struct pd_router *r, struct pd_rt_run *run)
+{
+    struct pd_routing x = pd_rt_routing(r, run);
+    struct pd_err e;
+    x.again = true;
+    int rc = pd_rt_compose(r, run, &x, &e);
+    if (rc == 0)
+        pd_upstream_put(run->d->u, r->scratch.p, r->scratch.n, &e);
+    x.again = false;            /* to a prefill worker it is new */
+    if (rc == 0 && run->p && (rc = pd_rt_compose(r, run, &x, &e)) == 0)
+        pd_upstream_put(run->p->u, r->scratch.p, r->scratch.n, &e);
+    if (rc < 0)
+        pd_rt_fail(r, run, &e);
+    return rc == 0;
+}
+
+/* Its decode worker computes the prompt. */
+static void d_alone(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
+{
+    struct pd_share was = run->d_share;
+    pd_warn("run %s: %s; %s computes its prompt", run->name, why, pd_rt_name_of(run->d));
+    pd_rt_falls_back(r, run, kind, why);
+    run->mode = PD_MODE_LOCAL;
+    run->early = false;
+    pd_metric_add(r->m_modes[PD_MODE_LOCAL], 1);
+    run->d_share.prefill_tokens = run->need.prompt_tokens;
+    run->d->m->own.prefill_tokens += run->d_share.prefill_tokens - was.prefill_tokens;
+    tell_d(r, run);
+}
+
+/* No KV will come from its prefill worker. another: a second one may be asked. */
+void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why, bool another)
+{
+    int64_t now = pd_mono_us();
+    remember(run, run->p);
+    pd_rt_release_p(run, NULL);
+    if (run->sign || run->cancelling || !run->d)        /* it does without already */
+        return;
+    if (another && run->p_tries < 2) {
+        struct pd_need q = pd_rt_need_of(r, run, now);
+        q.d = run->d->m;
+        pd_decide(&r->reg, &q, &r->decision);
+        if (r->decision.outcome == PD_CHOSEN) {
+            pd_warn("run %s: %s; %s computes its prompt", run->name, why, pd_member_name(r->decision.p));
+            run->p = r->decision.p->user;
+            run->p_done = false;
+            run->p_tries++;
+            run->attempt++;
+            run->p_share = pd_share_of(&run->need, run->p->m, true, false);
+            pd_member_take(run->p->m, run->p_share);
+            pd_metric_add(r->m_retry[0], 1);
+            pd_rt_step(r, run, PD_ST_RETRY, why);
+            pd_rt_step(r, run, PD_ST_ROUTE_SELECTED, NULL);
+            pd_rt_note_route(r, run, "another prefill worker", now);
+            tell_d(r, run);
+            return;
+        }
+    }
+    d_alone(r, run, kind, why);
+}
+
+/* Its prefill worker is gone, or has failed, after it had published. Whether the KV is at its decode worker is known there alone: one that still waits is to
+ * compute, one that does not passes this over. */
+void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
+{
+    enum pd_mode was = run->mode;
+    char text[360];
+    run->p = NULL;
+    if (run->sign || run->n_done || run->cancelling || !run->d)
+        return;
+    snprintf(text, sizeof text, "%s: %.300s", kind, why);
+    pd_rt_set_text(&run->fallback, text);
+    run->mode = PD_MODE_LOCAL;
+    if (!tell_d(r, run))
+        return;
+    run->mode = was;
+    run->fallback.n = 0;
+}
+
+void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err *why)
+{
+    char text[400];
+    bool outer = pd_rt_begin_walk(r), drains = w->draining || (!why && w->m->known && strcmp(w->m->said.state, "ready"));
+    for (struct pd_node *p = r->runs.first, *next; p; p = next) {
+        struct pd_rt_run *run = (struct pd_rt_run *)p;
+        next = p->next;
+        if (run->old_p == w)
+            run->old_p = NULL;
+        if (run->d == w) {
+            snprintf(text, sizeof text, "decode worker %.100s is gone (%.200s)", pd_rt_name_of(w), why ? why->msg : "it closed the connection");
+            pd_rt_d_lost(r, run, text, !drains);
+        } else if (run->p == w) {
+            snprintf(text, sizeof text, "prefill worker %.100s is gone (%.200s)", pd_rt_name_of(w), why ? why->msg : "it closed the connection");
+            run->p_done ? pd_rt_p_lost_late(r, run, "prefill_worker_gone", text) : pd_rt_p_lost(r, run, "prefill_worker_gone", text, true);
+        }
+    }
+    pd_rt_end_walk(r, outer);
+}
