@@ -401,8 +401,8 @@ static int on_step(struct pd_check *c, struct run *r, const struct pd_log_rec *r
         return 0;               /* more of the stream, or how the other end saw it */
     const uint32_t prefill = B(PREFILL_STARTED) | B(PREFILL_COMPLETED) | B(KV_PUBLISHED) | B(KV_TRANSFER_STARTED);
     bool another = r->at[PD_ST_RETRY].state || r->at[PD_ST_FALLBACK].state, late = mask && another && prefill & PD_BIT(id);
-    if (late && ((!again && !barred) || r->at[again ? id : highest(mask, r)].worker != p->name))
-        return 0;               /* the prefill worker of the attempt before has not heard yet */
+    if (late && ((!again && !barred) || id == PD_ST_KV_TRANSFER_STARTED || r->at[again ? id : highest(mask, r)].worker != p->name))
+        return 0;               /* the prefill worker of the attempt before, or who took its KV, has not heard yet */
     if (id == PD_ST_ACCEPTED && mask && r->n_parts > 1)
         return 0;               /* a worker takes in what a router accepted */
     if (mask && (rc = out_of_order(c, r, id, mask, again || barred, ref, e)))
