@@ -435,6 +435,8 @@ static int after_end(struct pd_check *c, struct run *r, const struct pd_log_rec 
         return 0;               /* that was one worker's part of it, in the log of a router that is not here */
     if (transfer && r->cancel.state)
         return after_cancel(c, r, ref, e);
+    if (is_stale(r, p))
+        return 0;               /* it was stopped, and has not heard that its attempt was given up */
     struct pd_finding f = finding("after_end", run_name(r), &r->at[r->end], ref, "%s after the run had ended (%s)", state_name(id), state_name(r->end));
     return tell(c, &f, e);
 }
