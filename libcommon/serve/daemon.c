@@ -483,3 +483,21 @@ void pd_daemon_free(struct pd_daemon *d)
         close(d->o.ready_fd);
     pd_free(d);
 }
+
+int pd_cancel_names(const struct pd_rec *rec, struct pd_str *run, struct pd_bin *token, struct pd_err *e)
+{
+    struct pd_bin v;
+    if (pd_map_find(rec->p, rec->n, "run", &v) != 1 || !pd_get_str(v, run))
+        return pd_fail(e, PD_EFAIL, "cancel: run is missing");
+    if (pd_map_find(rec->p, rec->n, "cancel_token", &v) != 1 || !pd_get_bin(v, token) || token->n != 16)
+        return pd_fail(e, PD_EFAIL, "cancel: cancel_token (16 bytes, as the request gave it) is missing");
+    return 0;
+}
+
+int pd_cancel_may(struct pd_bin token, const uint8_t own[16], bool has, const char *run, struct pd_err *e)
+{
+    unsigned differ = !has;
+    for (size_t i = 0; i < 16; i++)
+        differ |= (unsigned)(own[i] ^ token.p[i]);
+    return differ ? pd_fail(e, PD_EFAIL, "cancel: the token is not that of run %s", run) : 0;
+}

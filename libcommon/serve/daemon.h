@@ -41,6 +41,11 @@ struct pd_daemon_hooks {
     /* A `status` record with follow: true: the connection is the hook's from here on (pd_conn_handle; register.h is one). < 0: an error record. */
     int (*follow)(void *ctx, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e);
 };
+/* For that hook: what a `cancel` names, pointing into the record; and whether its token is the run's own (has: it was given one), found out in the same time
+ * whatever differs. */
+int pd_cancel_names(const struct pd_rec *rec, struct pd_str *run, struct pd_bin *token, struct pd_err *e);
+int pd_cancel_may(struct pd_bin token, const uint8_t own[16], bool has, const char *run, struct pd_err *e);
+
 struct pd_daemon_opts {
     const char *role, *worker;          /* "decode", "decode@host:pid": for status, metrics, /healthz */
     const char *const *listen;          /* endpoints "unix:PATH", NULL-ended; at least one */

@@ -549,20 +549,14 @@ const struct pd_conn_cb pd_desk_cb = { .opened = on_opened, .record = on_record,
 
 int pd_desk_on_cancel(struct pd_desk *k, const struct pd_rec *rec, const char **state, struct pd_err *e)
 {
-    struct pd_bin v, token;
+    struct pd_bin token;
     struct pd_str name;
     struct pd_desk_run *r;
-    if (pd_map_find(rec->p, rec->n, "run", &v) != 1 || !pd_get_str(v, &name))
-        return pd_fail(e, PD_EFAIL, "cancel: run is missing");
-    if (pd_map_find(rec->p, rec->n, "cancel_token", &v) != 1 || !pd_get_bin(v, &token) || token.n != sizeof r->token)
-        return pd_fail(e, PD_EFAIL, "cancel: cancel_token (16 bytes, as the request gave it) is missing");
-    if (!(r = pd_desk_find(k, name.p, name.n)))
-        return 0;               /* "unknown": it is over, or never was */
-    unsigned differ = !r->has_token;
-    for (size_t i = 0; i < sizeof r->token; i++)        /* in the same time whatever differs */
-        differ |= (unsigned)(r->token[i] ^ token.p[i]);
-    if (differ)
-        return pd_fail(e, PD_EFAIL, "cancel: the token is not that of run %s", r->name);
+    int rc = pd_cancel_names(rec, &name, &token, e);
+    if (rc < 0 || !(r = pd_desk_find(k, name.p, name.n)))
+        return rc;              /* 0: "unknown": it is over, or never was */
+    if ((rc = pd_cancel_may(token, r->token, r->has_token, r->name, e)) < 0)
+        return rc;
     pd_desk_cancel(k, r, PD_WHY_RECORD);
     *state = "cancelled";
     return 0;

@@ -395,20 +395,14 @@ static void cancel_own(struct pd_router *r, struct pd_conn *c, const struct pd_r
 int pd_rt_on_cancel(void *ctx, const struct pd_rec *rec, const char **state, struct pd_err *e)
 {
     struct pd_router *r = ctx;
-    struct pd_bin v, token;
+    struct pd_bin token;
     struct pd_str name;
     struct pd_rt_run *run;
-    if (pd_map_find(rec->p, rec->n, "run", &v) != 1 || !pd_get_str(v, &name))
-        return pd_fail(e, PD_EFAIL, "cancel: run is missing");
-    if (pd_map_find(rec->p, rec->n, "cancel_token", &v) != 1 || !pd_get_bin(v, &token) || token.n != sizeof run->token)
-        return pd_fail(e, PD_EFAIL, "cancel: cancel_token (16 bytes, as the request gave it) is missing");
-    if (!(run = pd_rt_find(r, name.p, name.n)))
-        return 0;               /* "unknown": it is over, or never was */
-    unsigned differ = !run->has_token;
-    for (size_t i = 0; i < sizeof run->token; i++)      /* in the same time whatever differs */
-        differ |= (unsigned)(run->token[i] ^ token.p[i]);
-    if (differ)
-        return pd_fail(e, PD_EFAIL, "cancel: the token is not that of run %s", run->name);
+    int rc = pd_cancel_names(rec, &name, &token, e);
+    if (rc < 0 || !(run = pd_rt_find(r, name.p, name.n)))
+        return rc;              /* 0: "unknown": it is over, or never was */
+    if ((rc = pd_cancel_may(token, run->token, run->has_token, run->name, e)) < 0)
+        return rc;
     pd_rt_cancel(r, run, "cancelled by its client");
     *state = "cancelled";
     return 0;
