@@ -298,10 +298,8 @@ int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **
         goto out;
     *r = (struct pd_run){ .req = j->req, .user = j->user, .n_prompt = j->n_prompt, .n_seqs = (uint32_t)j->req->n, .n_open = (uint32_t)j->req->n,
                           .prefill_only = j->prefill_only, .keep_out = j->keep_out, .t_submit = pd_mono_us() };
-    if (b->o.priority_us) {
-        int64_t steps = !(j->req->has & PD_RQ_PRIORITY) ? 0 : j->req->priority > 100 ? 100 : j->req->priority < -100 ? -100 : j->req->priority;
-        r->age = r->t_submit - j->spent_us - steps * b->o.priority_us;
-    }
+    if (b->o.priority_us)
+        r->age = r->t_submit - j->spent_us - j->waited_us - pd_request_steps(j->req) * b->o.priority_us;
     if (b->o.timeouts && (rc = pd_timeouts_read(j->req, &r->timeouts, e)) < 0)
         goto out;
     rc = PD_ENOMEM;

@@ -81,6 +81,7 @@ struct pd_job {
     bool prefill_only;
     bool keep_out;              /* KV that is not what would be computed here (imported, of another numerics class): nobody else gets it */
     int64_t spent_us;           /* since acceptance, for the deadline */
+    int64_t waited_us;          /* before that, at a router: it is so much older */
     /* Imported KV of the whole prompt: the block table (one reference each, taken over, also on failure) and the first token of each choice, which is
      * reported through `token` (and maybe `finished`) before submit returns. Without first tokens the prompt's last one is run again for its logits. */
     const uint32_t *blocks; uint32_t n_blocks;

@@ -129,7 +129,7 @@ void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, u
 {
     struct pd_err e;
     struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .blocks = blocks, .n_blocks = n_blocks,
-                        .spent_us = pd_mono_us() - r->in.t_accept + r->before_us };
+                        .spent_us = pd_mono_us() - r->in.t_accept + r->before_us, .waited_us = r->waited_us };
     if (blocks) {
         j.first = r->desc.first;
         j.n_first = r->desc.n_first;

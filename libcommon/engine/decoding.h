@@ -36,6 +36,7 @@ struct pd_dc_run {
     const int32_t *resume; uint32_t n_resume;   /* tokens that it goes on after (pd_dc_resume); the arena's */
     uint8_t parent[16]; bool has_parent;        /* the op that caused it, when it came without KV */
     bool stream;                /* token records too */
+    int64_t waited_us;          /* at a router, before it came here */
     struct pd_run *run;         /* while the batch has it */
     void *user;                 /* a daemon's */
     struct pd_dc_run *next;        /* in order of input */

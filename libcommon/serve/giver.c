@@ -120,7 +120,7 @@ static void take(void *ctx)
     int rc = pd_intake_tokens(g->rt, &r->in, &e);
     rc = rc ? rc : describe(g, r, &e);
     struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .prefill_only = true,
-                        .spent_us = pd_mono_us() - r->in.t_accept };
+                        .spent_us = pd_mono_us() - r->in.t_accept, .waited_us = r->d.route.waited_us };
     rc = rc ? rc : pd_batch_submit(g->batch, &j, &r->run, &e);
     if (rc < 0) {
         r->why = e;

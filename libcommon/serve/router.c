@@ -332,7 +332,6 @@ int pd_router_serve(const struct pd_router_opts *o, struct pd_daemon_opts *dopts
     r->o = *o;
     set_defaults(r);
     r->since = pd_mono_us();
-    r->queue_last = &r->queue;
     r->last_held = &r->held;
     dopts->entry = entry;
     dopts->n_entry = sizeof entry / sizeof *entry;

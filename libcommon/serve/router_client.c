@@ -1,6 +1,7 @@
 /* The router's clients: their requests become runs, and they are sent what comes back. */
 #include <stdio.h>
 #include "../base/clock.h"
+#include "../engine/batch.h"
 #include "../engine/reply.h"
 #include "../wire/frame.h"
 #include "../wire/pack.h"
@@ -248,7 +249,7 @@ static uint32_t guess_tokens(const struct pd_request *q)
 static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request *q, struct pd_err *e)
 {
     struct pd_buf extra = { 0 }, b = { 0 };
-    struct pd_bin id = q->id, token = q->cancel_token;
+    struct pd_bin id = q->id, token = q->cancel_token, timeouts = q->timeouts_ms;
     struct pd_head h;
     char name[PD_RUN_LEN + 1];
     bool keyed = q->idempotency_key.p != NULL;
@@ -260,6 +261,7 @@ static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request
     run->need = (struct pd_need){ .policy = r->o.policy, .suspect_us = r->o.suspect_us, .exact = q->has_token_ids, .max_tokens = (uint32_t)q->max_tokens,
         .n = run->n,
                                   .prompt_tokens = q->has_token_ids ? q->n_token_ids : guess_tokens(q), .like = -1 };
+    run->age = run->t_accept - pd_request_steps(q) * PD_PRIORITY_US;
     q->has &= ~(uint32_t)PD_RQ_DEADLINE;
     q->idempotency_key = (struct pd_str){ NULL, 0 };
     q->route = (struct pd_bin){ NULL, 0 };
@@ -281,6 +283,9 @@ static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request
         q->id = id;
         q->cancel_token = token;
     }
+    q->timeouts_ms = (struct pd_bin){ NULL, 0 };
+    if (rc == 0 && timeouts.n)
+        rc = pd_buf_add(&run->timeouts, timeouts.p, timeouts.n, e);
     if (rc == 0 && (rc = pd_request_encode(q, &b, e)) == 0) {
         if (!pd_head_read(b.p, b.n, &h) || h.type != PD_T_MAP || h.count / 2 > UINT16_MAX - 8)
             rc = pd_fail(e, PD_EFAIL, "request: it has too many keys");

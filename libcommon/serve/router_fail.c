@@ -74,7 +74,7 @@ void pd_rt_d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, b
             pd_metric_add(r->m_retry[1], 1);
             pd_rt_step(r, run, PD_ST_RETRY, why);
         }
-        pd_rt_enqueue(r, run, true);
+        pd_rt_enqueue(r, run);
         pd_rt_dispatch(r);
         return;
     }

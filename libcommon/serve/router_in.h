@@ -50,7 +50,7 @@ struct pd_rt_choice {
 struct pd_rt_run {
     struct pd_node node;        /* by name */
     char name[PD_RUN_LEN + 1];
-    struct pd_rt_run *next_queued, **prev_queued;       /* prev NULL: not queued */
+    struct pd_rt_run *next_queued, *prev_queued; bool queued;
     struct pd_rt_listener *listeners;
     struct pd_buf body; uint32_t body_pairs;            /* the request as pairs, less what is set anew each time it is sent */
     struct pd_buf id;
@@ -64,6 +64,8 @@ struct pd_rt_run {
     struct pd_rt_key *key;
     /* times, mono us; 0: none */
     int64_t t_accept, t_sent, t_first, deadline_us, queue_us, first_us, none_since, cancel_us, doubt_us;
+    int64_t age;                /* t_accept, less what its priority is worth: who is older goes first */
+    struct pd_buf timeouts;     /* its timeouts_ms, raw: workers are told what is left */
     /* the attempt */
     struct pd_rt_worker *d, *p, *old_p;
     struct pd_share d_share, p_share;
@@ -89,7 +91,7 @@ struct pd_router {
     struct pd_rt_worker *workers;
     struct pd_decision decision;        /* the last one */
     struct pd_keyed runs;
-    struct pd_rt_run *queue, **queue_last;
+    struct pd_rt_run *queue, *queue_last;       /* those whose stream has begun first, then by age */
     uint32_t n_runs, n_queued;
     struct pd_rt_client *held, **last_held;
     struct pd_seen seen;
@@ -123,7 +125,7 @@ int pd_rt_compose(struct pd_router *r, struct pd_rt_run *run, const struct pd_ro
 void pd_rt_end_cancelled(struct pd_router *r, struct pd_rt_run *run);
 void pd_rt_end_run(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id state);
 void pd_rt_end_walk(struct pd_router *r, bool outer);
-void pd_rt_enqueue(struct pd_router *r, struct pd_rt_run *run, bool first);
+void pd_rt_enqueue(struct pd_router *r, struct pd_rt_run *run);
 /* Both end the run, with results of our own; it is gone afterwards. */
 void pd_rt_fail(struct pd_router *r, struct pd_rt_run *run, const struct pd_err *why);
 void pd_rt_falls_back(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why);

@@ -63,29 +63,32 @@ void pd_rt_end_walk(struct pd_router *r, bool outer)
 
 /* ---- queue ---- */
 
-void pd_rt_enqueue(struct pd_router *r, struct pd_rt_run *run, bool first)
+/* A client that is in the middle of its answer does not wait behind those that have none yet. */
+static bool goes_before(const struct pd_rt_run *a, const struct pd_rt_run *b)
 {
-    struct pd_rt_run **at = first ? &r->queue : r->queue_last;
-    run->next_queued = *at;
-    run->prev_queued = at;
-    *at = run;
-    if (run->next_queued)
-        run->next_queued->prev_queued = &run->next_queued;
-    else
-        r->queue_last = &run->next_queued;
+    return a->delivered != b->delivered ? a->delivered : a->age < b->age;
+}
+
+void pd_rt_enqueue(struct pd_router *r, struct pd_rt_run *run)
+{
+    struct pd_rt_run *after = r->queue_last;
+    while (after && goes_before(run, after))
+        after = after->prev_queued;
+    run->prev_queued = after;
+    run->next_queued = after ? after->next_queued : r->queue;
+    *(after ? &after->next_queued : &r->queue) = run;
+    *(run->next_queued ? &run->next_queued->prev_queued : &r->queue_last) = run;
+    run->queued = true;
     pd_metric_set(r->m_queue, ++r->n_queued);
 }
 
 static void dequeue(struct pd_router *r, struct pd_rt_run *run)
 {
-    if (!run->prev_queued)
+    if (!run->queued)
         return;
-    *run->prev_queued = run->next_queued;
-    if (run->next_queued)
-        run->next_queued->prev_queued = run->prev_queued;
-    else
-        r->queue_last = run->prev_queued;
-    run->prev_queued = NULL;
+    *(run->prev_queued ? &run->prev_queued->next_queued : &r->queue) = run->next_queued;
+    *(run->next_queued ? &run->next_queued->prev_queued : &r->queue_last) = run->prev_queued;
+    run->queued = false;
     pd_metric_set(r->m_queue, --r->n_queued);
 }
 
@@ -98,11 +101,43 @@ static struct pd_place place_of(const struct pd_rt_worker *w)
     return (struct pd_place){ { pd_rt_name_of(w), strlen(pd_rt_name_of(w)) }, m->said.listen.p ? m->said.listen : at };
 }
 
+static int64_t ms_left(int64_t until, int64_t now) { return until - now < 2000 ? 1 : (until - now) / 1000; }
+
+/* What is left of its timeouts_ms: those that count from acceptance have run on here, and one that was sent before has been begun, as far as is known. */
+static void pack_timeouts(const struct pd_rt_run *run, int64_t now, struct pd_packer *k)
+{
+    struct pd_buf pairs = { 0 };
+    struct pd_packer to;
+    struct pd_iter it;
+    struct pd_str stage;
+    struct pd_bin v;
+    uint32_t n = 0;
+    pd_pack_init(&to, &pairs, k->e);
+    pd_iter_open(&it, (struct pd_bin){ run->timeouts.p, run->timeouts.n }, PD_T_MAP);
+    while (pd_iter_pair(&it, &stage, &v)) {
+        bool queue = pd_str_eq(stage, "queue"), first = pd_str_eq(stage, "first_token");
+        if ((queue && run->attempt > 1) || (first && run->t_first))
+            continue;
+        n++;
+        pd_pack_str(&to, stage);
+        if ((queue && run->queue_us) || (first && run->first_us))
+            msgpack_pack_int64(&to.pk, ms_left(run->t_accept + (queue ? run->queue_us : run->first_us), now));
+        else
+            pd_pack_raw(&to, v.p, v.n);
+    }
+    pd_pack_text(k, "timeouts_ms");
+    msgpack_pack_map(&k->pk, n);
+    pd_pack_raw(k, pairs.p, pairs.n);
+    k->rc = k->rc ? k->rc : to.rc;
+    pd_buf_free(&pairs);
+}
+
 /* The request with this route, into r->scratch. */
 int pd_rt_compose(struct pd_router *r, struct pd_rt_run *run, const struct pd_routing *route, struct pd_err *e)
 {
     struct pd_buf *b = &r->scratch;
-    uint32_t pairs = run->body_pairs + 2 + (run->deadline_us > 0);
+    uint32_t pairs = run->body_pairs + 2 + (run->deadline_us > 0) + (run->timeouts.n > 0);
+    int64_t now = pd_mono_us();
     uint8_t head[3] = { 0xde, (uint8_t)(pairs >> 8), (uint8_t)pairs };
     struct pd_packer k;
     b->n = 0;
@@ -113,10 +148,11 @@ int pd_rt_compose(struct pd_router *r, struct pd_rt_run *run, const struct pd_ro
     pd_pack_text(&k, "stream");
     run->stream_up ? msgpack_pack_true(&k.pk) : msgpack_pack_false(&k.pk);
     if (run->deadline_us) {     /* what is left of it */
-        int64_t left = (run->deadline_us - pd_mono_us()) / 1000;
         pd_pack_text(&k, "deadline_ms");
-        msgpack_pack_int64(&k.pk, left > 1 ? left : 1);
+        msgpack_pack_int64(&k.pk, ms_left(run->deadline_us, now));
     }
+    if (run->timeouts.n)
+        pack_timeouts(run, now, &k);
     pd_pack_text(&k, "route");
     return k.rc ? k.rc : pd_routing_encode(route, b, e);
 }
@@ -164,7 +200,7 @@ static void leave_old_p(struct pd_rt_run *run)
 
 void pd_rt_run_free(struct pd_router *r, struct pd_rt_run *run)
 {
-    struct pd_buf *bufs[] = { &run->body, &run->id, &run->adapter, &run->fallback, &run->held, &run->why };
+    struct pd_buf *bufs[] = { &run->body, &run->id, &run->adapter, &run->timeouts, &run->fallback, &run->held, &run->why };
     for (size_t i = 0; i < sizeof bufs / sizeof *bufs; i++)
         pd_buf_free(bufs[i]);
     for (uint32_t i = 0; run->choice && i < run->n; i++) {
@@ -338,7 +374,8 @@ void pd_rt_note_route(struct pd_router *r, struct pd_rt_run *run, const char *re
 
 struct pd_routing pd_rt_routing(struct pd_router *r, const struct pd_rt_run *run)
 {
-    struct pd_routing x = { .policy = { pd_policy_names[r->o.policy], strlen(pd_policy_names[r->o.policy]) }, .d = place_of(run->d), .early = run->early };
+    struct pd_routing x = { .policy = { pd_policy_names[r->o.policy], strlen(pd_policy_names[r->o.policy]) }, .d = place_of(run->d), .early = run->early,
+                            .waited_us = pd_mono_us() - run->t_accept };
     const char *f = pd_rt_text_of(&run->fallback);
     memcpy(x.op, run->op, sizeof x.op);
     snprintf(x.mode, sizeof x.mode, "%s", pd_mode_names[run->mode]);
@@ -478,7 +515,7 @@ int pd_rt_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_err *e)
     r->n_runs++;
     pd_metric_set(r->m_runs, r->n_runs);
     pd_rt_step(r, run, PD_ST_ACCEPTED, NULL);
-    pd_rt_enqueue(r, run, false);
+    pd_rt_enqueue(r, run);
     pd_rt_dispatch(r);
     return 0;
 }
@@ -504,12 +541,12 @@ void pd_rt_cancel(struct pd_router *r, struct pd_rt_run *run, const char *cause)
 static void out_of_time(struct pd_router *r, struct pd_rt_run *run, const char *what, int64_t us, int64_t now)
 {
     struct pd_err why;
-    if (run->prev_queued && run->none_since) {
+    if (run->queued && run->none_since) {
         block(r, run, now);
         return;
     }
     pd_fail(&why, PD_ETIME, "%s of %.3f s has passed %s", what, (double)us / 1e6,
-            run->prev_queued ? "while it waited for a worker with room" : run->t_first ? "while it was decoded" : "before its first token");
+            run->queued ? "while it waited for a worker with room" : run->t_first ? "while it was decoded" : "before its first token");
     pd_rt_fail(r, run, &why);
 }
 
@@ -519,7 +556,7 @@ void pd_rt_sweep(struct pd_router *r, int64_t now)
     for (struct pd_node *p = r->runs.first, *next; p; p = next) {
         struct pd_rt_run *run = (struct pd_rt_run *)p;
         next = p->next;
-        bool waits = run->prev_queued != NULL;
+        bool waits = run->queued;
         int64_t grace = waits ? 0 : PD_RT_GRACE_US;     /* its worker has the same limits, and knows more of what there is */
         if (run->p && !run->p_done && run->sign && now >= run->doubt_us)
             pd_rt_release_p(run, "its decode worker went on without it");

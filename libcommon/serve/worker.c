@@ -179,8 +179,10 @@ static void take(void *ctx)
     dr->stream = r->d.stream;
     dr->mode = r->mode;
     r->dr = dr;
-    if (r->d.routed)
+    if (r->d.routed) {
         pd_dc_set_parent(dr, r->d.route.op);
+        dr->waited_us = r->d.route.waited_us;
+    }
     submit(w, r, dr);
 }
 

@@ -51,6 +51,11 @@ enum { PD_RQ_MAX_TOKENS = 1, PD_RQ_MIN_TOKENS = 2, PD_RQ_TOP_K = 4, PD_RQ_N = 8,
 /* Fill defaults (max_tokens 256, temperature 1, top_p 1, top_k 0, min_p 0, penalties neutral, n 1, seed = default_seed), make `run` if absent,
  * and refuse absurd values by name (PD_EFAIL): top_p outside (0,1], temperature < 0 or not finite, n < 1 or > 128, max_tokens < 1, ... */
 int pd_request_resolve(struct pd_request *r, int64_t default_seed, struct pd_err *e);
+/* Its priority, 100 at the most either way. */
+static inline int64_t pd_request_steps(const struct pd_request *r)
+{
+    return !(r->has & PD_RQ_PRIORITY) ? 0 : r->priority > 100 ? 100 : r->priority < -100 ? -100 : r->priority;
+}
 /* timeouts_ms, in us; 0: none. queue: from acceptance until its prompt is begun; prefill: from there to the first token; transfer: of its KV; first_token: from
  * acceptance. PD_EFAIL names a value that is no time. */
 struct pd_timeouts { int64_t queue, prefill, transfer, first_token; };

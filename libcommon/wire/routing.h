@@ -15,6 +15,7 @@ struct pd_routing {
     struct pd_place p, d; bool has_p;   /* p if and only if remote */
     bool early;                         /* the first token may go out from p's kv, before the KV is verified */
     bool again;                         /* a word on a run that was sent before: who has it no more passes it over */
+    int64_t waited_us;                  /* at the router, since it accepted the run: it is so much older among those that wait; 0 = absent */
     struct pd_str fallback;             /* why not as first meant; absent = null */
     const int32_t *resume; uint32_t n_resume; bool has_resume;  /* tokens that the client has already: generation goes on after them */
     struct pd_extra extra;

@@ -472,6 +472,86 @@ c.close()
 checked(r, "time")
 a.die()
 
+# ---- who waits ----
+
+gate = threading.Event()
+order = []
+
+
+def one_by_one(self, c, req):
+    gate.wait(20)
+    self.whole(c, req)
+
+
+a = Fake(at("a"), serve=one_by_one, max_runs=1)
+r = router(workers=[a])
+c = r.client(dict(Q, id="first"))
+until(lambda: a.requests)
+c.put(*[dict(Q, id=f"{p}{x}", priority=p) for x in "ab" for p in (0, -200, 3, -100, 200, 100)])
+k = r.client(dict(Q, id="other", priority=3), dict(Q, id="none"))
+ok(r.until("queued", 14), "runs wait for a worker with room", r.ledger())
+time.sleep(0.2)
+gate.set()
+[x.s.shutdown(socket.SHUT_WR) for x in (c, k)]
+got = [list(x.records()) for x in (c, k)]
+order = [x["id"] for x in a.requests]
+want = ["first", "200a", "100a", "200b", "100b", "3a", "3b", "other", "0a", "0b", "none", "-200a", "-100a", "-200b", "-100b"]
+ok(order == want, "who waits is taken by priority, a hundred at the most, then by age", order)
+waited = [x["route"].get("waited_us", 0) for x in a.requests]
+ok(waited[0] < 150000 < min(waited[1:]) <= max(waited) < 20e6, "and its worker is told how long it has waited", waited)
+checked(r, "priority")
+a.die()
+gate.clear()
+a = Fake(at("a"), serve=one_by_one, max_runs=1)
+r = router(workers=[a])
+T = {"queue": 5000, "prefill": 700, "transfer": 600, "first_token": 4000, "later": 1}
+c = r.client(dict(Q, timeouts_ms=T))
+until(lambda: a.requests)
+c.put(dict(Q, timeouts_ms=T))
+time.sleep(0.25)
+gate.set()
+c.s.shutdown(socket.SHUT_WR)
+got = list(c.records())
+at_once, late = [x["timeouts_ms"] for x in a.requests]
+ok(4900 < at_once["queue"] <= 5000 and 3900 < at_once["first_token"] <= 4000 and 3000 < late["queue"] < 4800 and 2000 < late["first_token"] < 3800 and
+   all({k: v for k, v in x.items() if k not in ("queue", "first_token")} == {"prefill": 700, "transfer": 600, "later": 1} for x in (at_once, late)),
+   "workers are told what is left of the times that count from acceptance", a.requests)
+checked(r, "times that are left")
+a.die()
+w, r, used = pair(die_after(2))
+got = r.ask(dict(S, timeouts_ms=T))
+ok(right(got, S) and "queue" in used[0].requests[0]["timeouts_ms"] and used[1].requests[0]["timeouts_ms"] == {"prefill": 700, "transfer": 600, "later": 1},
+   "and of none of those once they are past", [x.requests for x in used])
+checked(r, "times that are past")
+
+# two decode workers: the stream of one is to go on, while others wait
+go = threading.Event()
+
+
+def one_then_die(self, c, req):
+    self.whole(c, req, until=2, results=False)
+    go.wait(20)
+    self.die()
+
+
+gate.clear()
+a, b = Fake(at("a"), serve=one_then_die, max_runs=1), Fake(at("b"), serve=one_by_one, max_runs=1)
+r = router(workers=[a, b])
+c = r.client(*[dict(S, id=i) for i in range(4)])
+until(lambda: a.requests and b.requests)
+k = r.client(*[dict(Q, id=f"high{i}", priority=9) for i in range(3)])
+r.until("queued", 5)
+moves = a.requests[0]["id"]
+go.set()
+ok(until(lambda: not a.alive) and r.until("queued", 6), "a stream that is to go on waits with the others", r.ledger())
+gate.set()
+[x.s.shutdown(socket.SHUT_WR) for x in (c, k)]
+got = [list(x.records()) for x in (c, k)]
+ok([x["id"] for x in b.requests][1] == moves and "resume" in b.requests[1]["route"] and [x["id"] for x in b.requests][2:5] == ["high0", "high1", "high2"] and
+   sorted(x["id"] for x in results(got[0])) == [0, 1, 2, 3] and len(tokens(got[0])) == 24, "and goes before them, whatever their priority", [x["id"] for x in b.requests])
+checked(r, "a stream that waits")
+b.die()
+
 # ---- slow clients ----
 
 a = Fake(at("a"))

@@ -24,11 +24,13 @@ static void routes_come_back(void **state)
     assert_int_equal(pd_routing_decode((struct pd_bin){ b.p, b.n }, &a, &r, &e), 0);
     assert_true(!r.has_p && !r.early && pd_str_eq(r.fallback, "migrated") && r.has_resume && r.n_resume == 3);
     assert_memory_equal(r.resume, sample_ids, 12);
+    assert_true(!r.waited_us && !memmem(b.p, b.n, "waited", 6));
+    late.waited_us = 12345678;
     late.n_resume = 0;          /* migrated before a token was out: not the same as no resume */
     b.n = 0;
     assert_int_equal(pd_routing_encode(&late, &b, &e), 0);
     assert_int_equal(pd_routing_decode((struct pd_bin){ b.p, b.n }, &a, &r, &e), 0);
-    assert_true(r.has_resume && !r.n_resume);
+    assert_true(r.has_resume && !r.n_resume && r.waited_us == 12345678);
     pd_arena_free(&a);
     pd_buf_free(&b);
 }
@@ -66,6 +68,8 @@ static void bad_routes_are_told(void **state)
     route_refused("{" OP "\"mode\":\"far\"," D "}", "route: mode 'far' is not known");
     route_refused("{" OP "\"mode\":\"remote\",\"p\":null," D "}", "mode is remote and p is missing");
     route_refused("{" OP "\"mode\":\"local\",\"p\":{\"worker\":\"p\",\"at\":\"unix:/p\"}," D "}", "mode is local and p is given");
+    route_refused("{" OP "\"mode\":\"local\"," D ",\"waited_us\":-1}", "waited_us is -1: 0 to");
+    route_refused("{" OP "\"mode\":\"local\"," D ",\"waited_us\":9000000000000000000}", "waited_us is 9000000000000000000: 0 to");
     route_refused("{" OP "\"mode\":\"local\"," D ",\"resume\":[1,2]}", "resume must be bin of int32");
     route_refused("{" OP "\"mode\":\"local\"," D ",\"resume\":{\"$b64\":\"AAAA\"}}", "resume: bin of 3 bytes");
     route_refused("{" OP "\"mode\":\"local\"," D ",\"resume\":{\"$b64\":\"/////w==\"}}", "resume[0] = -1");
