@@ -8,7 +8,7 @@ DESTDIR ?=
 B       := build$(if $(V),/$(V))
 VERSION := 0.1
 
-PKGS    := popt msgpack hdf5 libzstd libxxhash libcrypto jansson libpcre2-8 libpng libevent
+PKGS    := popt msgpack hdf5 libzstd libxxhash libcrypto jansson libpcre2-8 libpng libevent libibverbs
 CFLAGS  ?= -O2 -g
 FLAGS   := -std=gnu11 -Wall -Wextra -Wvla -Wshadow -Wstrict-prototypes -Wno-unused-parameter -ffp-contract=off -fno-math-errno \
            -fno-strict-aliasing -fPIC -pthread -D_GNU_SOURCE -DPD_VERSION='"$(VERSION)"' -DPD_PREFIX='"$(PREFIX)"' $(shell pkg-config --cflags $(PKGS))
@@ -52,7 +52,7 @@ TOOLS   := $(patsubst tests/tools/%.c,$(B)/tools/%,$(wildcard tests/tools/*.c))
 FUZZ    := $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
 PLUGIN  := $(B)/hdf5-plugin/libH5Zzstd.so
 
-.PHONY: all lib units drills fuzz check check-faults check-long bench-engine bench-serve demo install clean
+.PHONY: all lib units drills fuzz check check-faults check-rdma check-long bench-engine bench-serve demo install clean
 all: $(CMDS) $(PLUGIN)
 lib: $(B)/libpd.a
 units: $(UNITS) $(TOOLS)
@@ -120,6 +120,10 @@ check: all units drills
 # Processes killed, stopped, starved and lied to: tests/faults.
 check-faults: all drills
 	FAULTS=1 B=$(B) V=$(V) scripts/run-tests
+# With RDMA devices, in a virtual machine of its own; where that cannot be had it says so and is no failure.
+check-rdma: all units
+	@RDMA=1 PD_OFFLINE=1 B=$(B) V=$(V) scripts/rdma-vm -t 900 scripts/run-tests; \
+	rc=$$?; [ $$rc != 126 ] || { echo "check-rdma: skipped, there is no virtual machine to be had here"; exit 0; }; exit $$rc
 check-long: all units drills
 	B=$(B) V=$(V) LONG=1 scripts/run-tests
 bench-engine: all
