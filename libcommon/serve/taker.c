@@ -4,10 +4,20 @@
 #include "../base/log.h"
 #include "taker.h"
 
-enum { LOOK_US = 20000 };       /* for room, while something waits for it */
+enum { LOOK_US = 20000,         /* for room, while something waits for it */
+       DEAD = 1024 };           /* offers that ended before their run came: remembered at most */
 
-/* An offer whose run has not been heard of. */
-struct early { struct early *next; struct pd_move *m; struct pd_link *k; int64_t since; };
+/* An offer whose run has not been heard of. m NULL: it has ended, for this reason. */
+struct early {
+    struct early *next;
+    struct pd_move *m;
+    struct pd_link *k;
+    int64_t since;
+    char run[PD_RUN_LEN + 1];
+    uint8_t op[16];
+    const char *kind;
+    struct pd_err why;
+};
 
 /* KV that is read in place. Its move lives until the run is over, or the lease. */
 struct pd_pin { struct pd_taker *t; struct pd_pin *next; struct pd_move *m /* NULL: over */; struct pd_link *k; };
@@ -22,6 +32,7 @@ struct pd_taker {
     struct pd_keyed expected;
     struct pd_expect *room, **last_room;
     struct early *early;
+    uint32_t n_dead;
     struct pd_timer *timer;
     struct pd_taker_counts n;
     struct pd_metric *m_taken[2], *m_bytes, *m_us, *m_failed;
@@ -163,15 +174,14 @@ static const char *kind_of(const struct pd_xfer_event *ev, bool lost)
     }
 }
 
-/* Its prefill worker went away before the kv came: the router, which knows that, may have another; else it is computed here. */
-static void wait_for_word(struct pd_taker *t, struct pd_expect *x, const struct pd_err *why)
+static const char GONE[] = "prefill_worker_gone";
+
+/* Its offer is over. Its prefill worker went away before the kv came (GONE): the router, which knows that, may have another; else it is computed here. */
+static void offer_over(struct pd_expect *x, const char *kind, const struct pd_err *why)
 {
-    leave_room(t, x);
-    t->n.moving -= x->accepted;
-    x->move = NULL;
-    x->accepted = false;
+    x->kind = kind;
     x->why = *why;
-    x->give_up = pd_mono_us() + PD_TAKER_WORD_US;
+    x->give_up = pd_mono_us() + (kind == GONE ? PD_TAKER_WORD_US : 0);
 }
 
 static uint32_t blocks_of(const struct pd_taker *t, const struct pd_kvdesc *d)
@@ -232,27 +242,46 @@ static void drop_early(struct pd_taker *t, struct early **q)
 {
     struct early *y = *q;
     *q = y->next;
-    t->n.early--;
+    *(y->m ? &t->n.early : &t->n_dead) -= 1;
     pd_free(y);
 }
 
-static void forget_early(struct pd_taker *t, const struct pd_move *m)
+/* Its run may still come, and shall not wait for what has been. */
+static void bury(struct pd_taker *t, struct early **q, const char *kind, const struct pd_err *why)
+{
+    struct early *y = *q;
+    if (t->n_dead == DEAD) {
+        drop_early(t, q);
+        return;
+    }
+    t->n.early--;
+    t->n_dead++;
+    y->m = NULL;
+    y->since = pd_mono_us();
+    y->kind = kind;
+    y->why = *why;
+}
+
+static void early_over(struct pd_taker *t, const struct pd_move *m, const char *kind, const struct pd_err *why)
 {
     for (struct early **q = &t->early; *q; q = &(*q)->next)
         if ((*q)->m == m) {
-            drop_early(t, q);
+            bury(t, q, kind, why);
             return;
         }
 }
 
 static void keep_early(struct pd_taker *t, struct pd_move *m, struct pd_link *k)
 {
+    const struct pd_kvdesc *d = pd_move_desc(m);
     struct early *y = pd_calloc(1, sizeof *y, "an offer", NULL);
     if (!y) {
         refuse(k, m, PD_ENOMEM, "out of memory");
         return;
     }
     *y = (struct early){ .next = t->early, .m = m, .k = k, .since = pd_mono_us() };
+    snprintf(y->run, sizeof y->run, "%s", d->run);
+    memcpy(y->op, d->op, sizeof y->op);
     t->early = y;
     t->n.early++;
     set_timer(t);
@@ -323,14 +352,22 @@ static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *e
         if (x)
             on_taken(t, x, ev);
         break;
-    case PD_XE_FAILED: case PD_XE_CANCELLED:
-        if (x && !pd_xfer_open(pd_link_xfer(k)) && pd_move_desc(ev->move)->offer)
-            wait_for_word(t, x, &ev->err);
-        else if (x)
-            fail(t, x, kind_of(ev, !pd_xfer_open(pd_link_xfer(k))), &ev->err);
-        else
-            forget_early(t, ev->move);
+    case PD_XE_FAILED: case PD_XE_CANCELLED: {
+        bool lost = !pd_xfer_open(pd_link_xfer(k));
+        const char *kind = lost && pd_move_desc(ev->move)->offer ? GONE : kind_of(ev, lost);
+        if (x && kind == GONE) {
+            leave_room(t, x);
+            t->n.moving -= x->accepted;
+            x->move = NULL;
+            x->accepted = false;
+            offer_over(x, kind, &ev->err);
+        } else if (x) {
+            fail(t, x, kind, &ev->err);
+        } else {
+            early_over(t, ev->move, kind, &ev->err);
+        }
         break;
+    }
     case PD_XE_CLOSED:
         if (ev->err.code != PD_ECANCEL)
             pd_error("a transfer connection ends: %s", ev->err.msg);
@@ -349,10 +386,13 @@ static void on_timer(void *ctx)
         struct early *y = *q;
         if (now < y->since + PD_TAKER_EARLY_US) {
             q = &y->next;
-            continue;
+        } else if (!y->m) {
+            drop_early(t, q);
+        } else {
+            pd_fail(&e, PD_ETIME, "nobody asked for this run here");
+            refuse(y->k, y->m, e.code, e.msg);
+            bury(t, q, "kv_failed", &e);
         }
-        refuse(y->k, y->m, PD_ETIME, "nobody asked for this run here");
-        drop_early(t, q);
     }
     for (struct pd_expect *x = (void *)t->expected.first, *next; x; x = next) {
         next = (void *)x->node.next;
@@ -361,7 +401,7 @@ static void on_timer(void *ctx)
         pd_fail(&e, PD_ETIME, "no KV was offered in time");
         if (x->why.code)
             e = x->why;
-        fail(t, x, x->why.code ? "prefill_worker_gone" : "prefill_timeout", &e);
+        fail(t, x, x->why.code ? x->kind : "prefill_timeout", &e);
     }
     pd_taker_room(t);
 }
@@ -376,16 +416,18 @@ int pd_taker_expect(struct pd_taker *t, struct pd_expect *x, const char *run, st
     x->expected = true;
     for (struct early **q = &t->early; *q;) {
         struct early y = **q;
-        const struct pd_kvdesc *d = pd_move_desc(y.m);
-        if (strcmp(d->run, run)) {
+        if (strcmp(y.run, run)) {
             q = &(*q)->next;
             continue;
         }
         drop_early(t, q);
-        if (x->move || memcmp(d->op, x->op, sizeof x->op))
+        bool same = !memcmp(y.op, x->op, sizeof x->op);
+        if (y.m && (x->move || !same))
             refuse(y.k, y.m, PD_ECANCEL, "another op of this run is expected");
-        else
+        else if (y.m)
             offered(t, x, y.m, y.k);
+        else if (same && !x->move)
+            offer_over(x, y.kind, &y.why);
     }
     set_timer(t);
     return 0;

@@ -1,7 +1,7 @@
 /* The KV that a decode worker expects from prefill workers: who dials in, offers, what was taken, and what did not come.
  *
  * A run that is expected (pd_taker_expect) takes the offer of its name and op, from whichever prefill worker brings it; one that came first waits for its
- * run, PD_TAKER_EARLY_US at the most. An offer of a run that is here and not expected is refused. What was offered waits until the pool has room for it beside
+ * run, PD_TAKER_EARLY_US at the most, and if it ends meanwhile, its run, when it comes, is computed here at once. An offer of a run that is here and not expected is refused. What was offered waits until the pool has room for it beside
  * what is being decoded, in order of arrival. Each expectation ends by one call: `taken` or `failed`, unless pd_taker_forget ends it.
  * The loop's. */
 #ifndef PD_SERVE_TAKER_H
@@ -22,7 +22,8 @@ struct pd_expect {              /* part of a run */
     bool accepted;
     int64_t give_up, transfer_us;       /* no offer by then (mono us); how long a transfer may take, 0: as long as something comes */
     int64_t t_offer;
-    struct pd_err why;          /* its prefill worker went away: the router has until give_up to name another */
+    const char *kind;           /* its offer is over, why: it is computed here at give_up; until then the router may name another prefill worker */
+    struct pd_err why;
     struct pd_expect *next_room;        /* waiting for room */
     bool wants_room;
 };

@@ -164,6 +164,25 @@ for r in runs:
     s.R.event(r["run"], "failed")
 s.end()
 
+for how in "refused", "killed":
+    s = Scene(f"offered and over before it is asked for, {how}")
+    P, D = s.P(), s.D()
+    runs = [s.R.request(q) for q in reqs(10)]
+    for r in runs:
+        s.R.event(r["run"], "route_selected")
+        s.R.to(P).send(s.R.route(r, "remote", P, D))
+    s.ok(s.R.wait(runs, "kv") and D.until({"offers_early": 10})[0], "the offers wait", D.ledger())
+    if how == "killed":
+        P.kill()
+    s.ok(D.until({"offers_early": 0}, 8)[0], "and are over", D.ledger())
+    t0 = time.monotonic()
+    for r in runs:
+        s.R.to(D).send(s.R.route(r, "remote", P, D))
+    reason = {"refused": "kv_failed", "killed": "prefill_worker_gone"}[how]
+    s.ok(s.R.wait(runs) and results(s.R, runs).items() <= FILTER.items() and all(s.R.result(r)["fallback"].startswith(reason) for r in runs), "computed there, for that reason", why(s.R, runs))
+    s.ok(time.monotonic() - t0 < 20, "and without waiting for another offer", time.monotonic() - t0)
+    s.end()
+
 s = Scene("no decode worker at the address")
 P, D = s.P(), s.D()
 D.kill()
