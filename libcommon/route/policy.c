@@ -65,6 +65,8 @@ static enum pd_excluded full(const struct pd_need *q, const struct pd_member *m,
     uint64_t runs = (uint64_t)m->own.runs + m->foreign.runs;
     if (runs >= most_runs(m))
         return PD_X_RUNS;
+    if (m->behind)
+        return PD_X_BEHIND;
     if (!takes_kv || !runs || !m->said.capacity.blocks)
         return PD_X_NO;
     struct pd_share s = pd_share_of(q, m, false, true);
@@ -148,7 +150,7 @@ static bool better(uint64_t cost_a, uint64_t given_a, uint64_t cost_b, uint64_t 
 static bool any_full(const struct pd_candidate *row, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++)
-        if (row[i].x == PD_X_RUNS || row[i].x == PD_X_BLOCKS)
+        if (row[i].x >= PD_X_RUNS)
             return true;
     return false;
 }
@@ -269,6 +271,7 @@ const char *pd_excluded_text(const struct pd_decision *o, const struct pd_candid
     case PD_X_FINGERPRINT: snprintf(out, cap, "fingerprint: %s", c->detail ? c->detail : "it cannot be compared"); break;
     case PD_X_NUMERICS: snprintf(out, cap, "numerics %.40s, the run began with %.40s", m->said.numerics.p, o->need.numerics); break;
     case PD_X_RUNS: snprintf(out, cap, "capacity: %" PRIu64 " runs of %u", (uint64_t)m->own.runs + m->foreign.runs, most_runs(m)); break;
+    case PD_X_BEHIND: snprintf(out, cap, "capacity: it has much to read yet"); break;
     case PD_X_BLOCKS:
         snprintf(out, cap, "capacity: %" PRIu64 " blocks of %u are taken", m->own.blocks + m->foreign.blocks, m->said.capacity.blocks);
         break;

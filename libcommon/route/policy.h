@@ -31,8 +31,9 @@ struct pd_need {
     int like; const char *numerics;     /* migration: only workers whose KV and numerics are those of a fingerprint; -1: any */
 };
 
+/* From PD_X_RUNS on: it has no room for now. */
 enum pd_excluded { PD_X_NO, PD_X_UNKNOWN, PD_X_STATE, PD_X_UNREACHABLE, PD_X_SILENT, PD_X_EPOCH, PD_X_TRIED, PD_X_ADAPTER, PD_X_CONTEXT, PD_X_FINGERPRINT,
-                   PD_X_NUMERICS, PD_X_RUNS, PD_X_BLOCKS };
+                   PD_X_NUMERICS, PD_X_RUNS, PD_X_BEHIND, PD_X_BLOCKS };
 struct pd_candidate {
     struct pd_member *m;
     enum pd_excluded x;

@@ -22,6 +22,7 @@ struct pd_member {
     struct pd_worker_rec said;          /* the arena's */
     int64_t said_us;                    /* when, mono */
     bool reachable;                     /* the connection for requests stands */
+    bool behind;                        /* it has not read yet what it was sent there */
     uint32_t life;                      /* counts its connections: who failed in one may be tried in the next */
     int fp;                             /* which fingerprint; -1: none yet */
     struct pd_share own, foreign, reported_more;

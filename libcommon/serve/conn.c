@@ -69,7 +69,7 @@ static void soon(struct pd_conn *c)
 static size_t waiting(const struct pd_conn *c) { return c->out.n - c->at; }
 static bool dry(const struct pd_conn *c) { return !c->cb->pull || c->dry; }
 static size_t high(const struct pd_conn *c) { return c->o.high ? c->o.high : HIGH; }
-static bool may_read(const struct pd_conn *c) { return !c->ended && !c->holds && !c->full && !c->finishing && !c->dying; }
+static bool may_read(const struct pd_conn *c) { return !c->ended && !c->holds && (!c->full || c->o.asks) && !c->finishing && !c->dying; }
 
 static void count(struct pd_metric *m, size_t n) { pd_metric_add(m, (int64_t)n); }
 #define METER(c, what, n) count((c)->o.meter ? (c)->o.meter->what : NULL, n)
@@ -348,7 +348,7 @@ static int can_put(struct pd_conn *c, struct pd_err *e)
 {
     if (c->dying || c->hup || c->finishing)
         return pd_fail(e, PD_ECANCEL, "%s: the peer is gone", c->o.name ? c->o.name : "peer");
-    if (waiting(c) / 8 >= high(c)) {
+    if (!c->o.asks && waiting(c) / 8 >= high(c)) {
         struct pd_err why;
         pd_fail(&why, PD_ENOMEM, "%s: the peer reads too slowly: %zu bytes wait for it", c->o.name ? c->o.name : "peer", waiting(c));
         if (e)

@@ -39,6 +39,9 @@ struct pd_conn_opts {
     size_t max_record;          /* 0: 16 MiB */
     size_t high;                /* mark of the output queue, bytes; 0: 1 MiB. The low mark is a quarter */
     int max_fds;                /* that may wait to be taken, at most 64; 0: a peer that sends some is refused */
+    /* This end asks and the other answers: it is read also while it is full, or two full ends would wait for each other for ever; and the mark closes it never:
+     * who feeds it has a bound of his own. */
+    bool asks;
     const char *name;           /* for messages: "unix:D0" */
     struct pd_conns *set;       /* or NULL */
     const struct pd_conn_meter *meter;

@@ -55,7 +55,15 @@ static void on_up(void *ctx, struct pd_upstream *u)
 {
     struct pd_rt_worker *w = pd_upstream_user(u);
     w->m->reachable = true;
+    w->m->behind = false;
     w->m->life++;
+    pd_rt_dispatch(ctx);
+}
+
+static void on_room(void *ctx, struct pd_upstream *u)
+{
+    struct pd_rt_worker *w = pd_upstream_user(u);
+    w->m->behind = false;
     pd_rt_dispatch(ctx);
 }
 
@@ -68,7 +76,7 @@ static void on_down(void *ctx, struct pd_upstream *u, const struct pd_err *why)
     pd_rt_down(ctx, w, why);
 }
 
-static const struct pd_upstream_cb upstream_cb = { .said = on_said, .record = on_record, .up = on_up, .down = on_down };
+static const struct pd_upstream_cb upstream_cb = { .said = on_said, .record = on_record, .up = on_up, .room = on_room, .down = on_down };
 
 static int add_worker(struct pd_router *r, const char *at, bool follow, struct pd_rt_worker **out, struct pd_err *e)
 {

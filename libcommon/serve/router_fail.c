@@ -89,10 +89,10 @@ static bool tell_d(struct pd_router *r, struct pd_rt_run *run)
     x.again = true;
     int rc = pd_rt_compose(r, run, &x, &e);
     if (rc == 0)
-        pd_upstream_put(run->d->u, r->scratch.p, r->scratch.n, &e);
+        pd_rt_send(r, run->d);
     x.again = false;            /* to a prefill worker it is new */
     if (rc == 0 && run->p && (rc = pd_rt_compose(r, run, &x, &e)) == 0)
-        pd_upstream_put(run->p->u, r->scratch.p, r->scratch.n, &e);
+        pd_rt_send(r, run->p);
     if (rc < 0)
         pd_rt_fail(r, run, &e);
     return rc == 0;

@@ -135,6 +135,7 @@ void pd_rt_note_route(struct pd_router *r, struct pd_rt_run *run, const char *re
 void pd_rt_release_d(struct pd_rt_run *run);
 void pd_rt_release_p(struct pd_rt_run *run, const char *cancel);
 struct pd_routing pd_rt_routing(struct pd_router *r, const struct pd_rt_run *run);
+void pd_rt_send(struct pd_router *r, struct pd_rt_worker *w);           /* r->scratch */
 void pd_rt_send_cancel(struct pd_rt_worker *w, const struct pd_rt_run *run, const char *cause);
 bool pd_rt_set_text(struct pd_buf *b, const char *text);
 void pd_rt_step(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id state, const char *cause);

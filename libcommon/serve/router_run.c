@@ -157,6 +157,14 @@ int pd_rt_compose(struct pd_router *r, struct pd_rt_run *run, const struct pd_ro
     return k.rc ? k.rc : pd_routing_encode(route, b, e);
 }
 
+/* What was composed last. */
+void pd_rt_send(struct pd_router *r, struct pd_rt_worker *w)
+{
+    struct pd_err e;
+    pd_upstream_put(w->u, r->scratch.p, r->scratch.n, &e);     /* a connection that fails now ends, and `down` does the rest */
+    w->m->behind = pd_upstream_full(w->u);
+}
+
 void pd_rt_send_cancel(struct pd_rt_worker *w, const struct pd_rt_run *run, const char *cause)
 {
     struct pd_cancel c = { .cause = { cause, strlen(cause) } };
@@ -392,8 +400,7 @@ struct pd_routing pd_rt_routing(struct pd_router *r, const struct pd_rt_run *run
     return x;
 }
 
-/* What the decision says is done: the worker that decodes is told first, as the other one will call it. A connection that fails now ends, and `down` does the
- * rest. */
+/* What the decision says is done: the worker that decodes is told first, as the other one will call it. */
 static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
 {
     const struct pd_decision *o = &r->decision;
@@ -426,9 +433,9 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
         return;
     }
     leave_old_p(run);
-    pd_upstream_put(run->d->u, r->scratch.p, r->scratch.n, &e);
+    pd_rt_send(r, run->d);
     if (remote)
-        pd_upstream_put(run->p->u, r->scratch.p, r->scratch.n, &e);
+        pd_rt_send(r, run->p);
 }
 
 /* It will be computed where it is decoded. The event is told by who does so: here, when its decode worker never heard of anything else. */

@@ -68,7 +68,14 @@ static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
         s->u->o.cb->down(s->u->o.ctx, s->u, why);
 }
 
-static const struct pd_conn_cb side_cb = { .record = on_record, .gone = on_gone };
+static void on_room(void *ctx, struct pd_conn *c)
+{
+    struct side *s = ctx;
+    if (is_req(s) && s->u->o.cb->room)
+        s->u->o.cb->room(s->u->o.ctx, s->u);
+}
+
+static const struct pd_conn_cb side_cb = { .record = on_record, .room = on_room, .gone = on_gone };
 
 static int ask_to_follow(struct pd_conn *c, struct pd_err *e)
 {
@@ -90,7 +97,7 @@ static int ask_to_follow(struct pd_conn *c, struct pd_err *e)
 static void dial(struct side *s)
 {
     struct pd_upstream *u = s->u;
-    struct pd_conn_opts co = { .max_record = u->o.max_record, .name = u->at };
+    struct pd_conn_opts co = { .max_record = u->o.max_record, .asks = true, .name = u->at };
     struct pd_err e = { 0 };
     if (s->c || !s->wanted)
         return;

@@ -13,6 +13,7 @@ struct pd_upstream_cb {         /* on the loop's thread; none may free the upstr
     void (*said)(void *ctx, struct pd_upstream *u, const struct pd_rec *rec);           /* its `worker` record */
     void (*record)(void *ctx, struct pd_upstream *u, const struct pd_rec *rec);         /* on the request connection */
     void (*up)(void *ctx, struct pd_upstream *u);
+    void (*room)(void *ctx, struct pd_upstream *u);             /* it was full, and is no longer; may be NULL */
     void (*down)(void *ctx, struct pd_upstream *u, const struct pd_err *why);
 };
 struct pd_upstream_opts { const char *at /* "unix:PATH" */; bool follow; size_t max_record; const struct pd_upstream_cb *cb; void *ctx, *user; };
@@ -20,7 +21,7 @@ int pd_upstream_new(struct pd_loop *l, const struct pd_upstream_opts *o, struct 
 void *pd_upstream_user(const struct pd_upstream *u);
 void pd_upstream_want(struct pd_upstream *u, bool wanted);      /* false: it is not dialled again; what stands stays */
 bool pd_upstream_up(const struct pd_upstream *u);
-bool pd_upstream_full(const struct pd_upstream *u);             /* it does not read what it was sent */
+bool pd_upstream_full(const struct pd_upstream *u);             /* it has much to read yet: nothing new for it. What is in hand may still be put */
 int pd_upstream_put(struct pd_upstream *u, const void *rec, size_t n, struct pd_err *e);
 /* Close what stands (`down` follows); dialled again as after any loss. */
 void pd_upstream_drop(struct pd_upstream *u, const struct pd_err *why);

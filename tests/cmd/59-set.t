@@ -35,6 +35,11 @@ for which, mode, processes in (("1P1D", {"remote"}, 3), ("2P2D", {"remote"}, 5),
     c = run(trace("check", *logs))
     ok(c.returncode == 0 and len(logs) == processes and f"runs {len(REQS)}, completed {len(REQS)}," in c.stdout.decode() and "violations 0" in c.stdout.decode(), f"{which}: the traces hold", c)
     ok(not [f for f in os.listdir(d) if not f.endswith((".trace", ".log"))], f"{which}: logs and traces are left, and nothing else", os.listdir(d))
+# Requests of 900 KB, whose answers from prefill are as long: no two ends wait for each other to read, and nobody is sent more than it can take.
+LARGE = [dict(q, x="y" * 900000) for q in REQS]
+for which in ("1P1D", "1A"):
+    d, r = up(which, ASK, lines(LARGE))
+    ok(r.returncode == 0 and tokens(results(r.stdout)) == want and all(x["fallback"] is None for x in results(r.stdout)), f"{which}: large requests are served alike", r.stdout[-500:])
 ok(subprocess.run(["pgrep", "-f", tmp.name], stdout=subprocess.DEVNULL).returncode == 1, "no process is left")
 d, r = up("1P1D", f'{B}/bin/pd-route --check --worker "unix:$PD_ROUTE" --format json', "")
 ok(r.returncode == 0 and [x["match"] for x in records(r.stdout)] == ["ok"], "the router can be asked which of them fit together", r)

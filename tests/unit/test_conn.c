@@ -314,6 +314,25 @@ static void a_feeder_that_does_not_stop_loses_the_connection(void **state)
     assert_non_null(strstr(why, "reads too slowly"));
 }
 
+/* Both ends full, each waiting for the other to read: the end that asks goes on reading, so that the answers make room. */
+static void who_asks_reads_on_while_full(void **state)
+{
+    static uint8_t big[1 << 15] = "\x81\xa1" "a\xc5\x7f\xfa";
+    for (int i = 0; i < 100; i++)
+        assert_int_equal(pd_conn_put(conn, big, sizeof big, &e), 0);
+    PUMP;
+    assert_true(pd_conn_full(conn));
+    say(tiny, TINY);
+    PUMP;
+    assert_true(pd_conn_full(conn));
+    assert_string_equal(log_, "r");
+}
+static int begin_asking(void **state)
+{
+    struct pd_conn_opts o = { .asks = true, .name = "unix:T", .high = 1 << 16 };
+    return begin_with(&o);
+}
+
 static void garbage_is_told_as_text(void **state)
 {
     bool eof;
@@ -605,7 +624,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         T(answers_have_the_form_of_the_questions), T(json_is_answered_in_json), T(a_record_that_json_cannot_carry_fails_alone), T(answers_owed_keep_a_half_closed_client),
         T(a_client_that_vanishes_is_gone), T(who_has_all_answers_leaves_in_good_order), T(a_half_closed_client_that_vanishes_is_gone), T(a_client_that_resets_is_gone), T(held_reading_leaves_the_bytes_where_they_are),
-        T(a_hold_stops_at_once), T(who_does_not_read_makes_no_requests), T(a_feeder_that_does_not_stop_loses_the_connection), T(garbage_is_told_as_text),
+        T(a_hold_stops_at_once), T(who_does_not_read_makes_no_requests), T(a_feeder_that_does_not_stop_loses_the_connection),
+        cmocka_unit_test_setup_teardown(who_asks_reads_on_while_full, begin_asking, end), T(garbage_is_told_as_text),
         T(a_writer_without_end_is_waited_for_only_so_long), T(a_cut_record_is_told), T(large_records_pass_both_ways), T(descriptors_come_with_their_records),
         T(a_flood_of_descriptors_is_refused), T(descriptors_go_with_their_records), T(bytes_are_pulled_as_the_peer_reads), cmocka_unit_test(the_first_record_decides),
         cmocka_unit_test(a_socket_can_be_handed_on_whole) };

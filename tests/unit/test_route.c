@@ -128,6 +128,32 @@ static void the_least_loaded_is_chosen(void **state)
     assert_true(b->disagrees);
 }
 
+static void who_has_much_to_read_gets_nothing_new(void **state)
+{
+    struct pd_member *p = say((struct who)READY("unix:/p", "prefill"), 1), *a = say((struct who)READY("unix:/a", "both"), 1),
+        *b = say((struct who)READY("unix:/b", "both"), 1);
+    struct pd_need one = need(PD_POLICY_AGGREGATED), pair = need(PD_POLICY_FIXED);
+    a->behind = true;
+    pd_decide(&reg, &one, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);
+    assert_ptr_equal(dec.d, b);
+    assert_string_equal(why(a), "capacity: it has much to read yet");
+    b->behind = true;
+    pd_decide(&reg, &one, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_ROOM);
+    pd_decide(&reg, &pair, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_ROOM);
+    a->behind = b->behind = false;
+    p->behind = true;
+    pd_decide(&reg, &pair, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_ROOM);
+    pair.d = a;                         /* who decodes already is told at any time */
+    p->behind = false;
+    a->behind = true;
+    pd_decide(&reg, &pair, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);
+}
+
 static void each_exclusion_is_named(void **state)
 {
     struct who w[] = { READY("unix:/draining", "both"), READY("unix:/away", "both"), READY("unix:/silent", "both"), READY("unix:/old", "both"),
@@ -352,7 +378,7 @@ static void the_matrix_names_what_differs(void **state)
 int main(void)
 {
 #define T(f) cmocka_unit_test_teardown(f, clean)
-    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
+    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(who_has_much_to_read_gets_nothing_new), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
         T(no_kv_crosses_epochs),
         T(room_for_the_output_counts), T(fingerprints_are_let_go), T(the_matrix_names_what_differs) };
     return cmocka_run_group_tests(tests, NULL, NULL);
