@@ -8,7 +8,7 @@ DESTDIR ?=
 B       := build$(if $(V),/$(V))
 VERSION := 0.1
 
-PKGS    := popt msgpack hdf5 libzstd libxxhash libcrypto jansson libpcre2-8 libpng libevent libibverbs
+PKGS    := popt msgpack hdf5 libzstd libxxhash libssl libcrypto jansson libpcre2-8 libpng libevent libibverbs
 CFLAGS  ?= -O2 -g
 FLAGS   := -std=gnu11 -Wall -Wextra -Wvla -Wshadow -Wstrict-prototypes -Wno-unused-parameter -ffp-contract=off -fno-math-errno \
            -fno-strict-aliasing -fPIC -pthread -D_GNU_SOURCE -DPD_VERSION='"$(VERSION)"' -DPD_PREFIX='"$(PREFIX)"' $(shell pkg-config --cflags $(PKGS))

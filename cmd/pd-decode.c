@@ -72,8 +72,8 @@ static int run(const char **args, int *status, struct pd_err *e)
     struct pd_dump_r *dump = NULL;
     struct pd_trace *trace = NULL;
     const char *to = pd_cli.out ? pd_cli.out : "-", *from = pd_cli.in ? pd_cli.in : "-";
-    int64_t connect_us = pd_cli_connect_us(e);
-    int fd = -1, rc = connect_us < 0 ? e->code : 0;
+    const struct pd_net *net = pd_net_cli(e);
+    int rc = net ? 0 : e->code;
     if (rc < 0)
         return rc;
     if (args[0])
@@ -85,8 +85,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return describe(e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (role || via || in_place || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
-        return pd_fail(e, PD_EUSAGE, "--role, --via, --in-place, --register, --metrics, --ready-fd, --max-connections and --insecure are for daemons "
+    if (role || via || in_place || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
+        return pd_fail(e, PD_EUSAGE, "--role, --via, --in-place, --register, --metrics, --ready-fd and --max-connections are for daemons "
                                      "(add --listen unix:PATH)");
     if (text && stream)
         return pd_fail(e, PD_EUSAGE, "--text and --stream exclude each other (text is written as it comes anyway)");
@@ -96,14 +96,14 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "-o: decode writes tokens and results, not KV dumps (pd-prefill -o %s does)", to);
     if ((rc = pd_engine_open("decode", &rt, e)) < 0 || (rc = pd_engine_trace("decode", &rt, &trace, e)) < 0)
         goto out;
-    if ((rc = pd_endpoint_open_out(to, connect_us, &out, e)) < 0 || (rc = pd_engine_check_tty(out.fd, text, e)) < 0 ||
-        (rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e)) < 0)
+    if ((rc = pd_endpoint_open_out(to, net, &out, e)) < 0 || (rc = pd_engine_check_tty(out.fd, text, e)) < 0 ||
+        (rc = pd_wstream_of(&out, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e)) < 0)
         goto out;
     if (pd_endpoint_is_h5(from) || (strcmp(from, "-") && !strchr(from, ':') && pd_dump_is(from)))
-        rc = pd_dump_serve(from, &dump, &fd, e);
-    else if ((rc = pd_endpoint_open_in(from, connect_us, &in, e)) == 0)
-        fd = in.fd;
-    if (rc < 0 || (rc = pd_engine_reader(fd, from, &rs, e)) < 0)
+        rc = pd_dump_serve(from, &dump, &in.fd, e);
+    else
+        rc = pd_endpoint_open_in(from, net, &in, e);
+    if (rc < 0 || (rc = pd_engine_reader(&in, from, &rs, e)) < 0)
         goto out;
     struct pd_decode_opts o = { .seed = pd_engine_cli.seed, .keep_going = keep_going, .strict = strict, .text = text, .stream = stream, .from_dump = dump != NULL,
                                 .fail_on_mismatch = on_mismatch && !strcmp(on_mismatch, "fail") };

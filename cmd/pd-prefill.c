@@ -63,8 +63,8 @@ static int run(const char **args, int *status, struct pd_err *e)
     struct pd_dump_w *dump = NULL;
     struct pd_trace *trace = NULL;
     const char *to = pd_cli.out ? pd_cli.out : "-", *from = pd_cli.in ? pd_cli.in : "-";
-    int64_t connect_us = pd_cli_connect_us(e);
-    int rc = connect_us < 0 ? e->code : 0;
+    const struct pd_net *net = pd_net_cli(e);
+    int rc = net ? 0 : e->code;
     if (rc < 0)
         return rc;
     if (args[0])
@@ -74,8 +74,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return describe(e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (via || lease || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns || pd_daemon_cli.insecure)
-        return pd_fail(e, PD_EUSAGE, "--via, --lease, --register, --metrics, --ready-fd, --max-connections and --insecure are for daemons "
+    if (via || lease || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
+        return pd_fail(e, PD_EUSAGE, "--via, --lease, --register, --metrics, --ready-fd and --max-connections are for daemons "
                                      "(add --listen unix:PATH)");
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
@@ -83,9 +83,9 @@ static int run(const char **args, int *status, struct pd_err *e)
         goto out;
     if (pd_endpoint_is_h5(to))
         rc = pd_dump_create(to, &dump, e);
-    else if ((rc = pd_endpoint_open_out(to, connect_us, &out, e)) == 0 && (rc = pd_engine_check_tty(out.fd, false, e)) == 0)
-        rc = pd_wstream_new(out.fd, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e);
-    if (rc < 0 || (rc = pd_endpoint_open_in(from, connect_us, &in, e)) < 0 || (rc = pd_engine_reader(in.fd, from, &rs, e)) < 0)
+    else if ((rc = pd_endpoint_open_out(to, net, &out, e)) == 0 && (rc = pd_engine_check_tty(out.fd, false, e)) == 0)
+        rc = pd_wstream_of(&out, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e);
+    if (rc < 0 || (rc = pd_endpoint_open_in(from, net, &in, e)) < 0 || (rc = pd_engine_reader(&in, from, &rs, e)) < 0)
         goto out;
     struct pd_prefill_opts o = { .seed = pd_engine_cli.seed, .max_record = (size_t)pd_cli_max_record(e) };
     rc = pd_prefill_run(&rt, &o, rs, ws, dump, trace, status, e);

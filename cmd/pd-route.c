@@ -47,11 +47,11 @@ static int print_records(const uint8_t *p, size_t n, struct pd_err *e)
     struct pd_endpoint out = { .fd = -1 };
     struct pd_wstream *ws = NULL;
     const char *to = pd_cli.out ? pd_cli.out : "-";
-    int64_t connect_us = pd_cli_connect_us(e);
-    int rc = connect_us < 0 ? e->code : pd_endpoint_open_out(to, connect_us, &out, e);
+    const struct pd_net *net = pd_net_cli(e);
+    int rc = net ? pd_endpoint_open_out(to, net, &out, e) : e->code;
     if (rc == 0 && !wants("json") && isatty(out.fd))
         rc = pd_fail(e, PD_EUSAGE, "-o: records are binary and the output is a terminal (use --format json, -o FILE, or a pipe)");
-    rc = rc ? rc : pd_wstream_new(out.fd, wants("json") ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e);
+    rc = rc ? rc : pd_wstream_of(&out, wants("json") ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e);
     for (size_t at = 0, len = 0; rc == 0 && at < n; at += len) {
         struct pd_frame_scan scan = { 0 };
         rc = pd_frame_next(&scan, p + at, n - at, SIZE_MAX / 2, &len, e);
@@ -69,8 +69,9 @@ static int print_text(const struct pd_buf *b, struct pd_err *e)
     struct pd_endpoint out = { .fd = -1 };
     struct pd_wstream *ws = NULL;
     const char *to = pd_cli.out ? pd_cli.out : "-";
-    int rc = pd_endpoint_open_out(to, 0, &out, e);
-    rc = rc ? rc : pd_wstream_new(out.fd, PD_FMT_MSGPACK, false, to, &ws, e);
+    const struct pd_net *net = pd_net_cli(e);
+    int rc = net ? pd_endpoint_open_out(to, net, &out, e) : e->code;
+    rc = rc ? rc : pd_wstream_of(&out, PD_FMT_MSGPACK, to, &ws, e);
     rc = rc ? rc : pd_wstream_raw(ws, b->p, b->n, e);
     int rc2 = ws ? pd_wstream_close(ws, rc == 0 ? e : NULL) : 0;
     rc = rc ? rc : rc2;
@@ -82,8 +83,8 @@ static int print_text(const struct pd_buf *b, struct pd_err *e)
 static int print_status(struct pd_err *e)
 {
     struct pd_buf rec = { 0 }, text = { 0 };
-    int64_t us = pd_cli_connect_us(e);
-    int rc = us < 0 ? e->code : wants("msgpack") ? pd_ask_workers(status_of, us, &rec, e) : pd_ask_status(status_of, us, &rec, e);
+    const struct pd_net *net = pd_net_cli(e);
+    int rc = !net ? e->code : wants("msgpack") ? pd_ask_workers(status_of, net, &rec, e) : pd_ask_status(status_of, net, &rec, e);
     if (rc == 0 && pd_cli.format)
         rc = print_records(rec.p, rec.n, e);
     else if (rc == 0 && (rc = pd_status_text(rec.p, rec.n, &text, e)) == 0)
@@ -99,12 +100,12 @@ static int gather(struct pd_arena *mem, struct pd_worker_rec **w, uint32_t *n, s
     struct pd_worker_rec *all = NULL, *of_file = NULL;
     struct pd_buf recs = { 0 };
     uint32_t n_file = 0, cap = 0;
-    int64_t us = pd_cli_connect_us(e);
-    int rc = us < 0 ? e->code : 0;
+    const struct pd_net *net = pd_net_cli(e);
+    int rc = net ? 0 : e->code;
     if (rc == 0 && workers_file)
         rc = pd_workers_read(workers_file, mem, &of_file, &n_file, e);
     for (int i = 0; rc == 0 && workers && workers[i]; i++)
-        rc = pd_ask_workers(workers[i], us, &recs, e);
+        rc = pd_ask_workers(workers[i], net, &recs, e);
     for (size_t at = 0, len = 0; rc == 0 && at < recs.n; at += len, cap++) {
         struct pd_frame_scan scan = { 0 };
         rc = pd_frame_next(&scan, recs.p + at, recs.n - at, SIZE_MAX / 2, &len, e) == 1 ? 0 : PD_ECORRUPT;

@@ -21,22 +21,22 @@ static struct poptOption options[] = {
     PD_CLI_COMMON
 };
 
-static int cat_one(const char *path, int64_t connect_us, size_t max, struct pd_wstream *w, uint64_t *bad, struct pd_err *e)
+static int cat_one(const char *path, const struct pd_net *net, size_t max, struct pd_wstream *w, uint64_t *bad, struct pd_err *e)
 {
     struct pd_endpoint in = { .fd = -1 };
     struct pd_dump_r *dump = NULL;
-    int fd = -1, rc;
+    int rc;
     if (!strcmp(path, "-") || strchr(path, ':') || !pd_dump_is(path)) {
-        if ((rc = pd_endpoint_open_in(path, connect_us, &in, e)))
+        if ((rc = pd_endpoint_open_in(path, net, &in, e)))
             return rc;
-        rc = pd_trace_cat(in.fd, path, max, w, bad, e);
+        rc = pd_trace_cat(&in, path, max, w, bad, e);
         pd_endpoint_abort(&in);
         return rc;
     }
-    if ((rc = pd_dump_read(path, run_id, &dump, &fd, e)))
+    if ((rc = pd_dump_read(path, run_id, &dump, &in.fd, e)))
         return rc;
-    rc = pd_trace_cat(fd, path, max, w, bad, e);
-    close(fd);
+    rc = pd_trace_cat(&in, path, max, w, bad, e);
+    close(in.fd);
     int end = pd_dump_read_end(dump, rc ? NULL : e);
     return rc ? rc : end;
 }
@@ -54,17 +54,18 @@ static int copy(bool merge, const char **files, int *status, struct pd_err *e)
     struct pd_endpoint out = { .fd = -1 };
     struct pd_wstream *w = NULL;
     const char *to = pd_cli.out ? pd_cli.out : "-";
-    int64_t connect_us = pd_cli_connect_us(e), max = pd_cli_max_record(e);
+    const struct pd_net *net = pd_net_cli(e);
+    int64_t max = pd_cli_max_record(e);
     uint64_t bad = 0, torn = 0;
-    if (connect_us < 0 || max < 0)
+    if (!net || max < 0)
         return e->code;
-    int rc = pd_endpoint_open_out(to, connect_us, &out, e);
+    int rc = pd_endpoint_open_out(to, net, &out, e);
     if (!rc)
-        rc = pd_wstream_new(out.fd, strcmp(pd_cli.format ? pd_cli.format : merge ? "msgpack" : "json", "json") ? PD_FMT_MSGPACK : PD_FMT_JSON, false, to, &w, e);
+        rc = pd_wstream_of(&out, strcmp(pd_cli.format ? pd_cli.format : merge ? "msgpack" : "json", "json") ? PD_FMT_MSGPACK : PD_FMT_JSON, to, &w, e);
     if (merge && !rc)
-        rc = pd_trace_merge(inputs(files), &(struct pd_log_opts){ .max_record = (size_t)max, .connect_us = connect_us }, w, &torn, e);
+        rc = pd_trace_merge(inputs(files), &(struct pd_log_opts){ .max_record = (size_t)max, .net = net }, w, &torn, e);
     for (const char **f = inputs(files); !merge && !rc && *f; f++)
-        rc = cat_one(*f, connect_us, (size_t)max, w, &bad, e);
+        rc = cat_one(*f, net, (size_t)max, w, &bad, e);
     int closed = w ? pd_wstream_close(w, rc ? NULL : e) : 0;
     rc = rc ? rc : closed;
     if (rc && rc != PD_ECORRUPT)
@@ -159,11 +160,12 @@ static const struct { const char *name; int (*fn)(const struct pd_report_opts *o
 static int report(size_t i, const char **args, int *status, struct pd_err *e)
 {
     bool show = reports[i].fn == pd_report_show;
-    int64_t connect_us = pd_cli_connect_us(e), max = pd_cli_max_record(e);
+    const struct pd_net *net = pd_net_cli(e);
+    int64_t max = pd_cli_max_record(e);
     struct pd_report_opts o = { .out = stdout, .json = pd_cli.format && !strcmp(pd_cli.format, "json"), .quiet = pd_cli.quiet, .strict = strict,
                                 .run = run_id, .last = last,
-                                .log = { .max_record = (size_t)max, .connect_us = connect_us } };
-    if (connect_us < 0 || max < 0)
+                                .log = { .max_record = (size_t)max, .net = net } };
+    if (!net || max < 0)
         return e->code;
     if (bound && (pd_parse_duration(bound, &o.bound_us, e) < 0 || o.bound_us <= 0))
         return pd_fail(e, PD_EUSAGE, "--bound: '%s' is not a time (example: --bound 500ms)", bound);

@@ -10,10 +10,12 @@ struct pd_cli pd_cli;
 static poptContext context;
 
 struct poptOption pd_cli_common[] = {
-    { "input", 'i', POPT_ARG_STRING, &pd_cli.in, 0, "where records come from: - (default), a file, unix:PATH, unix-listen:PATH", "ENDPOINT" },
-    { "output", 'o', POPT_ARG_STRING, &pd_cli.out, 0, "where records go: - (default), a file, unix:PATH, unix-listen:PATH", "ENDPOINT" },
+    { "input", 'i', POPT_ARG_STRING, &pd_cli.in, 0, "where records come from: - (default), a file, unix:PATH, unix-listen:PATH, tcp:HOST:PORT, tcp-listen:[HOST]:PORT", "ENDPOINT" },
+    { "output", 'o', POPT_ARG_STRING, &pd_cli.out, 0, "where records go: the same", "ENDPOINT" },
     { "format", '\0', POPT_ARG_STRING, &pd_cli.format, 0, "form of the output: msgpack or json, a line a record (default: msgpack; pd-trace cat: json)", "FORMAT" },
     { "connect-timeout", '\0', POPT_ARG_STRING, &pd_cli.connect_timeout, 0, "how long to retry a socket that is not there yet (default 5s)", "TIME" },
+    { "key-file", '\0', POPT_ARG_STRING, &pd_cli.key_file, 0, "TCP is TLS 1.3 with these pre-shared keys: lines `id hex64`, mode 0600; the first is used to connect, all are accepted", "FILE" },
+    { "insecure", '\0', POPT_ARG_NONE, &pd_cli.insecure, 0, "TCP (and a daemon's --metrics) in the clear also beyond this host", NULL },
     { "max-record", '\0', POPT_ARG_STRING, &pd_cli.max_record, 0, "largest record accepted (default 16MiB)", "SIZE" },
     { "verbose", 'v', POPT_ARG_NONE, NULL, 'v', "tell the life of each run", NULL },
     { "quiet", 'q', POPT_ARG_NONE, &pd_cli.quiet, 0, "no warnings, no progress", NULL },

@@ -7,11 +7,11 @@
 #include "opt.h"
 
 struct pd_cli {
-    char *in, *out, *format, *connect_timeout, *max_record;
-    int verbose, quiet, version;
+    char *in, *out, *format, *connect_timeout, *max_record, *key_file;
+    int verbose, quiet, version, insecure;
 };
 extern struct pd_cli pd_cli;
-extern struct poptOption pd_cli_common[];       /* -i -o --format -v -q --connect-timeout --max-record --version */
+extern struct poptOption pd_cli_common[];       /* -i -o --format -v -q --connect-timeout --key-file --insecure --max-record --version */
 #define PD_CLI_COMMON { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_cli_common, 0, "Options of every command:", NULL }, POPT_AUTOHELP POPT_TABLEEND
 
 /* Parses everything; *args: what is left (owned by the context). Prints the error and the way to help, and returns 2, on a bad option; returns -1 to go on,

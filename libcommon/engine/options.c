@@ -84,13 +84,13 @@ int pd_engine_trace(const char *role, const struct pd_runtime *rt, struct pd_tra
     return pd_trace_about(*t, rt->model->revision, rt->domain, e);
 }
 
-int pd_engine_reader(int fd, const char *name, struct pd_rstream **in, struct pd_err *e)
+int pd_engine_reader(const struct pd_endpoint *from, const char *name, struct pd_rstream **in, struct pd_err *e)
 {
     int64_t max = pd_cli_max_record(e);
     if (max < 0)
         return e->code;
     struct pd_rstream_opts o = { .lines = pd_engine_cli.lines, .max_record = (size_t)max, .name = name };
-    return pd_rstream_new(fd, &o, in, e);
+    return pd_rstream_of(from, &o, in, e);
 }
 
 int pd_engine_check_tty(int fd, bool text, struct pd_err *e)

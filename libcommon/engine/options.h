@@ -19,7 +19,7 @@ extern struct poptOption pd_engine_options[];
 
 int pd_engine_open(const char *role, struct pd_runtime *rt, struct pd_err *e);         /* checks the options, then opens; PD_EUSAGE names the option */
 int pd_engine_trace(const char *role, const struct pd_runtime *rt, struct pd_trace **t, struct pd_err *e);     /* --trace, --trace-max; *t NULL without */
-int pd_engine_reader(int fd, const char *name, struct pd_rstream **in, struct pd_err *e);
+int pd_engine_reader(const struct pd_endpoint *from, const char *name, struct pd_rstream **in, struct pd_err *e);
 /* Records to a terminal would be garbage: refused with the remedy. */
 int pd_engine_check_tty(int fd, bool text, struct pd_err *e);
 void pd_engine_version(void);   /* CPU path and libraries, for --version */

@@ -150,7 +150,7 @@ static int png_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
     char title[128], scale[160];
     int rc = measure(r, &g, e);
     if (!rc)
-        rc = pd_endpoint_open_out(p->to, 0, &ep, e);
+        rc = pd_endpoint_open_out(p->to, NULL, &ep, e);
     if (!rc) {
         snprintf(title, sizeof title, "KV of run %s: rms by token (across) and layer (down), K above V", r->d.run);
         snprintf(scale, sizeof scale, "K from %.6g to %.6g, V from %.6g to %.6g, logarithmic", g.lo[0], g.hi[0], g.lo[1], g.hi[1]);

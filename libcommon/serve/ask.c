@@ -8,13 +8,14 @@
 #include "../wire/value.h"
 #include "ask.h"
 
-static int request(const char *at, bool follow, int64_t timeout_us, struct pd_endpoint *ep, struct pd_rstream **rs, struct pd_err *e)
+static int request(const char *at, bool follow, const struct pd_net *net, struct pd_endpoint *ep, struct pd_rstream **rs, struct pd_err *e)
 {
     struct pd_buf b = { 0 };
     struct pd_packer k;
-    if (strncmp(at, "unix:", 5) || !at[5])
-        return pd_fail(e, PD_EUSAGE, "'%s' is no endpoint of a daemon (example: unix:/run/pd/d0)", at);
-    int rc = pd_endpoint_open_in(at, timeout_us, ep, e);
+    struct pd_wstream *ws = NULL;
+    if ((strncmp(at, "unix:", 5) || !at[5]) && strncmp(at, "tcp:", 4))
+        return pd_fail(e, PD_EUSAGE, "'%s' is no endpoint of a daemon (examples: unix:/run/pd/d0, tcp:hostB:7000)", at);
+    int rc = pd_endpoint_open_in(at, net, ep, e);
     if (rc < 0)
         return rc;
     pd_pack_init(&k, &b, e);
@@ -28,11 +29,15 @@ static int request(const char *at, bool follow, int64_t timeout_us, struct pd_en
         msgpack_pack_true(&k.pk);
     }
     struct pd_rstream_opts ro = { .name = at };
-    if ((rc = k.rc) == 0 && write(ep->fd, b.p, b.n) != (ssize_t)b.n)
+    rc = k.rc ? k.rc : pd_wstream_of(ep, PD_FMT_MSGPACK, at, &ws, e);
+    rc = rc ? rc : pd_wstream_put(ws, b.p, b.n, e);
+    int closed = ws ? pd_wstream_close(ws, rc ? NULL : e) : 0;
+    rc = rc ? rc : closed;
+    if (rc == 0 && ep->tls)
+        pd_tls_end(ep->tls);
+    else if (rc == 0 && shutdown(ep->fd, SHUT_WR))
         rc = pd_fail_sys(e, "%s: cannot ask", at);
-    if (rc == 0 && shutdown(ep->fd, SHUT_WR))
-        rc = pd_fail_sys(e, "%s: cannot ask", at);
-    rc = rc ? rc : pd_rstream_new(ep->fd, &ro, rs, e);
+    rc = rc ? rc : pd_rstream_of(ep, &ro, rs, e);
     pd_buf_free(&b);
     return rc;
 }
@@ -60,13 +65,13 @@ static int answer(struct pd_rstream *rs, const char *at, int64_t until, struct p
     }
 }
 
-int pd_ask_status(const char *at, int64_t timeout_us, struct pd_buf *out, struct pd_err *e)
+int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
 {
     struct pd_endpoint ep = { .fd = -1 };
     struct pd_rstream *rs = NULL;
     struct pd_rec rec;
-    int rc = request(at, false, timeout_us, &ep, &rs, e);
-    if (rc == 0 && (rc = answer(rs, at, pd_mono_us() + timeout_us, &rec, e)) == 1)
+    int rc = request(at, false, net, &ep, &rs, e);
+    if (rc == 0 && (rc = answer(rs, at, pd_mono_us() + net->connect_us, &rec, e)) == 1)
         rc = rec.kind == PD_K_STATUS ? pd_buf_add(out, rec.p, rec.n, e) : pd_fail(e, PD_EFAIL, "%s: it does not answer with its status", at);
     else if (rc == 0)
         rc = pd_fail(e, PD_EFAIL, "%s: it closed without an answer", at);
@@ -75,7 +80,7 @@ int pd_ask_status(const char *at, int64_t timeout_us, struct pd_buf *out, struct
     return rc;
 }
 
-int pd_ask_workers(const char *at, int64_t timeout_us, struct pd_buf *out, struct pd_err *e)
+int pd_ask_workers(const char *at, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
 {
     struct pd_endpoint ep = { .fd = -1 };
     struct pd_rstream *rs = NULL;
@@ -83,13 +88,13 @@ int pd_ask_workers(const char *at, int64_t timeout_us, struct pd_buf *out, struc
     struct pd_bin v;
     struct pd_str role = { NULL, 0 };
     struct pd_rec rec;
-    int64_t until = pd_mono_us() + timeout_us;
+    int64_t until = pd_mono_us() + net->connect_us;
     uint32_t n = 0;
-    int rc = pd_ask_status(at, timeout_us, &status, e);
+    int rc = pd_ask_status(at, net, &status, e);
     if (rc == 0 && pd_map_find(status.p, status.n, "role", &v) == 1)
         pd_get_str(v, &role);
     bool all = pd_str_eq(role, "route");        /* a worker tells of itself for ever, a router is done when it has told of all */
-    rc = rc ? rc : request(at, true, timeout_us, &ep, &rs, e);
+    rc = rc ? rc : request(at, true, net, &ep, &rs, e);
     while (rc == 0 && (all || !n)) {
         if ((rc = answer(rs, at, until, &rec, e)) <= 0)
             break;

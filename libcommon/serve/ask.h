@@ -2,11 +2,12 @@
 #ifndef PD_SERVE_ASK_H
 #define PD_SERVE_ASK_H
 #include "../wire/record.h"
+#include "../wire/tcp.h"
 
-/* The answer to `status`, as raw msgpack. at: "unix:PATH". PD_ENOWORKER: nobody is there; PD_ETIME: no answer within timeout_us. */
-int pd_ask_status(const char *at, int64_t timeout_us, struct pd_buf *rec, struct pd_err *e);
+/* The answer to `status`, as raw msgpack. at: "unix:PATH", "tcp:HOST:PORT". PD_ETIME: nobody is there, or no answer within net->connect_us. */
+int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *rec, struct pd_err *e);
 /* Its `worker` records, one after the other: a worker's own, a router's of all it knows. PD_EFAIL: it is neither. */
-int pd_ask_workers(const char *at, int64_t timeout_us, struct pd_buf *recs, struct pd_err *e);
+int pd_ask_workers(const char *at, const struct pd_net *net, struct pd_buf *recs, struct pd_err *e);
 /* The status record for a person. */
 int pd_status_text(const uint8_t *rec, size_t n, struct pd_buf *out, struct pd_err *e);
 #endif

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <unistd.h>
+#include "../base/cli.h"
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../base/opt.h"
@@ -43,7 +44,6 @@ struct pd_daemon_cli pd_daemon_cli;
 struct poptOption pd_daemon_options[] = {
     { "listen", '\0', POPT_ARG_ARGV, &pd_daemon_cli.listen, 0, "be a daemon on this socket: unix:PATH; may be repeated", "ENDPOINT" },
     { "metrics", '\0', POPT_ARG_STRING, &pd_daemon_cli.metrics, 0, "answer GET /metrics and /healthz: http:127.0.0.1:PORT or unix:PATH", "ENDPOINT" },
-    { "insecure", '\0', POPT_ARG_NONE, &pd_daemon_cli.insecure, 0, "let --metrics be asked for from other machines", NULL },
     { "ready-fd", '\0', POPT_ARG_STRING, &pd_daemon_cli.ready_fd, 0, "write READY=1 to this descriptor when ready, STOPPING=1 at the end", "N" },
     { "max-connections", '\0', POPT_ARG_STRING, &pd_daemon_cli.max_conns, 0, "connections served at once (default 4096)", "N" },
     POPT_TABLEEND
@@ -55,7 +55,7 @@ int pd_daemon_from_cli(struct pd_daemon_opts *o, struct pd_err *e)
     int64_t v;
     o->listen = (const char *const *)c->listen;
     o->metrics = c->metrics;
-    o->insecure = c->insecure;
+    o->insecure = pd_cli.insecure;
     o->ready_fd = -1;
     if (c->ready_fd) {
         if (pd_parse_int(c->ready_fd, 0, 1 << 20, &v, e) < 0)

@@ -59,8 +59,8 @@ struct pd_daemon_opts {
     int max_fds;                        /* descriptors that a peer may send ahead; 0: none */
 };
 
-/* --listen --metrics --insecure --ready-fd --max-connections, for an option table. */
-struct pd_daemon_cli { char **listen; char *metrics, *ready_fd, *max_conns; int insecure; };
+/* --listen --metrics --ready-fd --max-connections, for an option table. */
+struct pd_daemon_cli { char **listen; char *metrics, *ready_fd, *max_conns; };
 extern struct pd_daemon_cli pd_daemon_cli;
 extern struct poptOption pd_daemon_options[];
 #define PD_DAEMON_OPTIONS { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_daemon_options, 0, "As a daemon:", NULL }

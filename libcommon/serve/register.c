@@ -87,16 +87,16 @@ int pd_register_print(const struct pd_register_opts *o, const char *const *liste
     struct pd_wstream *ws = NULL;
     struct pd_buf b = { 0 };
     const char *to = pd_cli.out ? pd_cli.out : "-";
-    int64_t connect_us = pd_cli_connect_us(e);
+    const struct pd_net *net = pd_net_cli(e);
     bool json = pd_cli.format && !strcmp(pd_cli.format, "json");
-    int rc = connect_us < 0 ? e->code : pd_register_describe(o, listen ? listen[0] : NULL, &b, e);
-    if (rc < 0 || (rc = pd_endpoint_open_out(to, connect_us, &out, e)) < 0)
+    int rc = !net ? e->code : pd_register_describe(o, listen ? listen[0] : NULL, &b, e);
+    if (rc < 0 || (rc = pd_endpoint_open_out(to, net, &out, e)) < 0)
         goto out;
     if (!json && isatty(out.fd)) {
         rc = pd_fail(e, PD_EUSAGE, "--describe: records are binary and the output is a terminal (use --format json, -o FILE, or a pipe)");
         goto out;
     }
-    if ((rc = pd_wstream_new(out.fd, json ? PD_FMT_JSON : PD_FMT_MSGPACK, false, to, &ws, e)) < 0 || (rc = pd_wstream_put(ws, b.p, b.n, e)) < 0)
+    if ((rc = pd_wstream_of(&out, json ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e)) < 0 || (rc = pd_wstream_put(ws, b.p, b.n, e)) < 0)
         goto out;
     rc = pd_wstream_close(ws, e);
     ws = NULL;

@@ -121,7 +121,7 @@ static bool look_again(struct file *f, struct pd_err *e)
         return false;
     if (other) {
         struct pd_endpoint ep;
-        if (pd_endpoint_open_in(f->name, 0, &ep, e))
+        if (pd_endpoint_open_in(f->name, NULL, &ep, e))
             return false;
         pd_endpoint_abort(&f->ep);
         f->ep = ep;
@@ -356,7 +356,11 @@ static int add_file(struct pd_log *l, const char *path, struct pd_err *e)
         return PD_ENOMEM;
     l->file = all;
     struct file f = { .ep = { .fd = -1 }, .key = INT64_MIN };
-    int rc = pd_endpoint_open_in(path, l->o.connect_us, &f.ep, e);
+    int rc = pd_endpoint_open_in(path, l->o.net, &f.ep, e);
+    if (!rc && f.ep.tls) {
+        pd_endpoint_abort(&f.ep);
+        rc = pd_fail(e, PD_EUSAGE, "%s: a log is not read by TLS (pd-trace cat writes it into a file or a pipe)", path);
+    }
     if (rc)
         return rc;
     if (!fstat(f.ep.fd, &st) && S_ISREG(st.st_mode)) {

@@ -14,9 +14,10 @@
 #include "../wire/record.h"
 #include "state.h"
 
+struct pd_net;
 struct pd_log_opts {
     size_t max_record;          /* 0: PD_MAX_RECORD_DEFAULT */
-    int64_t connect_us;         /* for sockets */
+    const struct pd_net *net;   /* for sockets; may be NULL */
     bool follow;                /* the end of a file is not its end: it is read on as it grows, is replaced or cut */
 };
 struct pd_log_rec {

@@ -2,13 +2,13 @@
 #include "../base/stop.h"
 #include "show.h"
 
-int pd_trace_cat(int fd, const char *name, size_t max_record, struct pd_wstream *w, uint64_t *n_bad, struct pd_err *e)
+int pd_trace_cat(const struct pd_endpoint *in, const char *name, size_t max_record, struct pd_wstream *w, uint64_t *n_bad, struct pd_err *e)
 {
     struct pd_rstream_opts o = { .max_record = max_record, .name = name };
     struct pd_rstream *s = NULL;
     struct pd_rec rec;
     bool bad = false;
-    int rc = pd_rstream_new(fd, &o, &s, e);
+    int rc = pd_rstream_of(in, &o, &s, e);
     while (!rc) {
         int got = pd_rstream_next(s, 0, &rec, &bad, e);
         if (got == 2) {                         /* nothing there: let what was read be seen before waiting */

@@ -1,12 +1,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
+#include "../base/cli.h"
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../base/stop.h"
@@ -15,11 +17,12 @@
 
 #define PIPE_BYTES (1 << 20)
 #define RETRY_US 20000
+#define SHAKE_US 5000000        /* for a handshake, whoever is at the other side */
 
-enum scheme { STDIO, PATH, UNIX, UNIX_LISTEN };
+enum scheme { STDIO, PATH, UNIX, UNIX_LISTEN, TCP, TCP_LISTEN };
 
 /* Schemes that the design names but this build does not have: a path could hardly mean them. */
-static const char *const later[] = { "tcp:", "tcp-listen:", "rdma:", "rdma-listen:", "shm:", "nixl:", "cuda:", "http:", "https:" };
+static const char *const later[] = { "rdma:", "rdma-listen:", "shm:", "nixl:", "cuda:", "http:", "https:" };
 
 static int parse(const char *spec, enum scheme *scheme, const char **rest, struct pd_err *e)
 {
@@ -28,7 +31,7 @@ static int parse(const char *spec, enum scheme *scheme, const char **rest, struc
         return pd_fail(e, PD_EUSAGE, "an endpoint is empty (example: -, a path, unix:/run/pd/p.sock)");
     for (size_t i = 0; i < sizeof later / sizeof *later; i++)
         if (!strncmp(spec, later[i], strlen(later[i])))
-            return pd_fail(e, PD_EUSAGE, "%s: %.*s endpoints are not supported by this build yet (use -, a path, unix:PATH or unix-listen:PATH)", spec,
+            return pd_fail(e, PD_EUSAGE, "%s: %.*s endpoints are not supported by this build yet (use -, a path, unix:PATH, tcp:HOST:PORT)", spec,
                            (int)strlen(later[i]) - 1, spec);
     if (!strcmp(spec, "-"))
         *scheme = STDIO;
@@ -36,9 +39,13 @@ static int parse(const char *spec, enum scheme *scheme, const char **rest, struc
         *scheme = UNIX, *rest = spec + 5;
     else if (!strncmp(spec, "unix-listen:", 12))
         *scheme = UNIX_LISTEN, *rest = spec + 12;
+    else if (!strncmp(spec, "tcp:", 4))
+        *scheme = TCP, *rest = spec + 4;
+    else if (!strncmp(spec, "tcp-listen:", 11))
+        *scheme = TCP_LISTEN, *rest = spec + 11;
     else
         *scheme = PATH;
-    return **rest ? 0 : pd_fail(e, PD_EUSAGE, "%s: the socket's path is missing (example: unix:/run/pd/p.sock)", spec);
+    return **rest || *scheme >= TCP ? 0 : pd_fail(e, PD_EUSAGE, "%s: the socket's path is missing (example: unix:/run/pd/p.sock)", spec);
 }
 
 bool pd_endpoint_is_h5(const char *spec)
@@ -129,10 +136,111 @@ out:
     return rc;
 }
 
+/* ---- TCP ---- */
+
+static int interrupted(const char *where, const char *what, struct pd_err *e) { return pd_fail(e, PD_ECANCEL, "tcp:%s: interrupted while %s", where, what); }
+
+/* A connected socket as an endpoint. fd is taken, also on failure. */
+static int take_tcp(int fd, const char *where, bool client, const struct pd_net *net, struct pd_endpoint *ep, struct pd_err *e)
+{
+    char name[PD_TCP_NAME + 8];
+    struct pd_tls *t = NULL;
+    int rc = 0;
+    snprintf(name, sizeof name, "tcp:%s", where);
+    pd_tcp_tune(fd);
+    if (net && net->keys && (rc = pd_tls_new(net->keys, fd, client, name, &t, e)) == 0)
+        rc = pd_tls_shake_wait(t, pd_mono_us() + SHAKE_US, e);
+    else if (!rc && fcntl(fd, F_SETFL, 0))
+        rc = pd_fail_sys(e, "%s: cannot use the connection", name);
+    if (rc) {
+        pd_tls_free(t);
+        close(fd);
+    } else
+        *ep = (struct pd_endpoint){ .fd = t ? -1 : fd, .own = true, .tls = t, .sock = fd };
+    return rc;
+}
+
+/* Until it stands or has failed. */
+static int wait_connected(int fd, const char *where, int64_t until, struct pd_err *e)
+{
+    char name[PD_TCP_NAME + 200];
+    snprintf(name, sizeof name, "%.250s", where);
+    for (;;) {
+        struct pollfd p = { .fd = fd, .events = POLLOUT };
+        int64_t left = until - pd_mono_us();
+        if (pd_stop_level())
+            return interrupted(where, "connecting", e);
+        int ready = poll(&p, 1, left <= 0 ? 0 : left < 500000 ? (int)(left / 1000) + 1 : 500);
+        if (ready > 0)
+            return pd_tcp_stands(fd, name, e);
+        if (ready == 0 && left <= 0)
+            return pd_fail(e, PD_ENOWORKER, "tcp:%s: no answer", where);
+    }
+}
+
+static int connect_tcp(const char *where, const struct pd_net *net, struct pd_endpoint *ep, struct pd_err *e)
+{
+    int64_t patience = net ? net->connect_us : 0, until = pd_mono_us() + patience;
+    struct pd_err why = { 0 };
+    for (;;) {
+        struct pd_tcp_addr a[PD_TCP_ADDRS];
+        int n = 0, rc = pd_tcp_resolve(where, false, a, &n, &why);
+        if (!rc && (rc = pd_tcp_may(a, n, net, where, e)))
+            return rc;
+        for (int i = 0; i < n && (!i || rc == PD_ENOWORKER); i++) {
+            int fd = -1;
+            int64_t now = pd_mono_us();
+            if ((rc = pd_tcp_dial(&a[i], &fd, &why)) == 0 && (rc = wait_connected(fd, where, until > now + 200000 ? until : now + 200000, &why)) == 0)
+                return take_tcp(fd, where, true, net, ep, e);
+            if (fd >= 0)
+                close(fd);
+        }
+        if (rc != PD_ENOWORKER) {
+            if (e)
+                *e = why;
+            return rc;
+        }
+        if (pd_mono_us() >= until)
+            return pd_fail(e, PD_ETIME, "%s; not within %lld ms (is the other side running?)", why.msg, (long long)(patience / 1000));
+        if (pd_stop_level() || nanosleep(&(struct timespec){ 0, RETRY_US * 1000 }, NULL))
+            return interrupted(where, "connecting", e);
+    }
+}
+
+static int listen_tcp(const char *where, const struct pd_net *net, struct pd_endpoint *ep, struct pd_err *e)
+{
+    char told[PD_TCP_NAME];
+    int l = -1, rc = pd_tcp_listen(where, 4, net, &l, told, e);
+    if (rc)
+        return rc;
+    if (!strcmp(where + strlen(where) - 2, ":0"))
+        pd_warn("listening on tcp:%s", told);
+    while (ep->fd < 0 && !ep->tls) {
+        struct pd_err why;
+        struct pollfd peer = { .fd = l, .events = POLLIN };
+        if (pd_stop_level()) {
+            rc = interrupted(told, "waiting for a peer", e);
+            break;
+        }
+        if (poll(&peer, 1, 500) <= 0)
+            continue;
+        int fd = accept4(l, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (fd < 0 && errno != EINTR && errno != ECONNABORTED && errno != EAGAIN && errno != EWOULDBLOCK) {
+            rc = pd_fail_sys(e, "tcp:%s: cannot accept a peer", told);
+            break;
+        }
+        /* One that cannot prove a key does not end the wait for one that can. */
+        if (fd >= 0 && take_tcp(fd, told, false, net, ep, &why))
+            pd_warn("%s; waiting for another peer", why.msg);
+    }
+    close(l);
+    return rc;
+}
+
 /* ---- paths ---- */
 
 /* What is no plain path is opened here: 1. Else 0, with the path and what is there (a mode; 0: nothing). */
-static int open_special(const char *spec, int stdio, int64_t connect_timeout_us, const char **path, mode_t *there, struct pd_endpoint *ep, struct pd_err *e)
+static int open_special(const char *spec, int stdio, const struct pd_net *net, const char **path, mode_t *there, struct pd_endpoint *ep, struct pd_err *e)
 {
     enum scheme scheme;
     struct stat st = { 0 };
@@ -142,9 +250,13 @@ static int open_special(const char *spec, int stdio, int64_t connect_timeout_us,
         return rc;
     *there = scheme == PATH && !stat(*path, &st) ? st.st_mode : 0;
     if (scheme == UNIX || S_ISSOCK(*there))
-        rc = connect_unix(*path, connect_timeout_us, ep, e);
+        rc = connect_unix(*path, net ? net->connect_us : 0, ep, e);
     else if (scheme == UNIX_LISTEN)
         rc = listen_unix(*path, ep, e);
+    else if (scheme == TCP)
+        rc = connect_tcp(*path, net, ep, e);
+    else if (scheme == TCP_LISTEN)
+        rc = listen_tcp(*path, net, ep, e);
     else if (scheme == STDIO)
         enlarge_pipe(ep->fd = stdio);
     else
@@ -162,21 +274,21 @@ static int open_path(const char *path, int flags, struct pd_endpoint *ep, struct
     return 0;
 }
 
-int pd_endpoint_open_in(const char *spec, int64_t connect_timeout_us, struct pd_endpoint *ep, struct pd_err *e)
+int pd_endpoint_open_in(const char *spec, const struct pd_net *net, struct pd_endpoint *ep, struct pd_err *e)
 {
     const char *path;
     mode_t there;
-    int rc = open_special(spec, STDIN_FILENO, connect_timeout_us, &path, &there, ep, e);
+    int rc = open_special(spec, STDIN_FILENO, net, &path, &there, ep, e);
     if (rc)
         return rc < 0 ? rc : 0;
     return open_path(path, O_RDONLY, ep, e);
 }
 
-int pd_endpoint_open_out(const char *spec, int64_t connect_timeout_us, struct pd_endpoint *ep, struct pd_err *e)
+int pd_endpoint_open_out(const char *spec, const struct pd_net *net, struct pd_endpoint *ep, struct pd_err *e)
 {
     const char *path;
     mode_t there;
-    int rc = open_special(spec, STDOUT_FILENO, connect_timeout_us, &path, &there, ep, e);
+    int rc = open_special(spec, STDOUT_FILENO, net, &path, &there, ep, e);
     if (rc)
         return rc < 0 ? rc : 0;
     if (there && !S_ISREG(there))
@@ -186,12 +298,26 @@ int pd_endpoint_open_out(const char *spec, int64_t connect_timeout_us, struct pd
     return rc;
 }
 
+/* Say that it ends, and see that it goes. */
+static int end_tls(struct pd_endpoint *ep, struct pd_err *e)
+{
+    int rc = pd_tls_end(ep->tls);
+    while (rc == 1) {
+        struct pollfd p = { .fd = ep->sock, .events = POLLOUT };
+        if (pd_stop_level() > 1)
+            return pd_fail(e, PD_ECANCEL, "stopped by a signal before all was written");
+        poll(&p, 1, 500);
+        rc = pd_tls_flush(ep->tls);
+    }
+    return rc < 0 ? pd_fail(e, PD_ECANCEL, "the reader went away before all was written") : 0;
+}
+
 int pd_endpoint_commit(struct pd_endpoint *ep, struct pd_err *e)
 {
-    int rc = ep->file.path ? pd_outfile_commit(&ep->file, e) : 0;
-    if (ep->own && close(ep->fd) && errno != EINTR)
+    int rc = ep->file.path ? pd_outfile_commit(&ep->file, e) : ep->tls ? end_tls(ep, e) : 0;
+    if (ep->own && !ep->tls && close(ep->fd) && errno != EINTR)
         rc = pd_fail_sys(e, "cannot close the output");
-    ep->own = false;
+    ep->own &= ep->tls != NULL;
     pd_endpoint_abort(ep);      /* what is left to free */
     return rc;
 }
@@ -200,6 +326,22 @@ void pd_endpoint_abort(struct pd_endpoint *ep)
 {
     pd_outfile_abort(&ep->file);
     if (ep->own)
-        close(ep->fd);
+        close(ep->tls ? ep->sock : ep->fd);
+    pd_tls_free(ep->tls);
     *ep = (struct pd_endpoint){ .fd = -1 };
+}
+
+const struct pd_net *pd_net_cli(struct pd_err *e)
+{
+    static struct pd_net net;
+    static struct pd_keys *keys;
+    net.insecure = pd_cli.insecure;
+    if ((net.connect_us = pd_cli_connect_us(e)) < 0)
+        return NULL;
+    if (pd_cli.key_file && !keys && pd_keys_load(pd_cli.key_file, &keys, e) < 0) {
+        pd_err_prefix(e, "--key-file");
+        return NULL;
+    }
+    net.keys = keys;
+    return &net;
 }

@@ -2,12 +2,14 @@
 #include <limits.h>
 #include <poll.h>
 #include <stdio.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 #include "../base/clock.h"
 #include "../base/fault.h"
 #include "../base/stop.h"
 #include "../base/utf8.h"
+#include "endpoint.h"
 #include "frame.h"
 #include "json.h"
 #include "stream.h"
@@ -23,6 +25,7 @@ enum mode { UNDECIDED, MSGPACK, JSON, LINES };
 
 struct pd_rstream {
     int fd;
+    struct pd_tls *tls;             /* in its place */
     bool own, lines, eof, dead, exact;
     enum mode mode;
     size_t max_record;
@@ -52,11 +55,21 @@ int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **
     s->fd = fd;
     s->lines = o && o->lines;
     s->own = o && o->own_fd;
+    s->tls = o ? o->tls : NULL;
     s->max_record = o && o->max_record ? o->max_record : PD_MAX_RECORD_DEFAULT;
     set_name(s->name, o ? o->name : NULL, "input", "stdin");
     *out = s;
     return 0;
 }
+
+int pd_rstream_of(const struct pd_endpoint *in, const struct pd_rstream_opts *o, struct pd_rstream **out, struct pd_err *e)
+{
+    struct pd_rstream_opts mine = *o;
+    mine.tls = in->tls;
+    return pd_rstream_new(in->fd, &mine, out, e);
+}
+
+static bool is_fed(const struct pd_rstream *s) { return s->fd < 0 && !s->tls; }
 
 bool pd_rstream_is_json(const struct pd_rstream *s) { return s->mode == JSON; }
 
@@ -123,7 +136,7 @@ static size_t wanted(const struct pd_rstream *s)
     size_t have = s->end - s->begin, need = s->need > have ? s->need - have : 0;
     if (s->exact && s->mode != JSON)
         return need ? need : 1;
-    return need ? need + AHEAD : s->fd < 0 ? FED_ROOM : MIN_ROOM;
+    return need ? need + AHEAD : is_fed(s) ? FED_ROOM : MIN_ROOM;
 }
 
 void pd_rstream_exact(struct pd_rstream *s, bool exact) { s->exact = exact; }
@@ -164,8 +177,8 @@ static int hungry(struct pd_rstream *s)
 static int fill(struct pd_rstream *s, int timeout_ms, struct pd_err *e)
 {
     size_t have = s->end - s->begin, want = wanted(s);
-    struct pollfd p = { .fd = s->fd, .events = POLLIN };
-    int ready = poll(&p, 1, timeout_ms);
+    struct pollfd p = { .fd = s->tls ? pd_tls_fd(s->tls) : s->fd, .events = s->tls ? pd_tls_wants(s->tls) : POLLIN };
+    int ready = s->tls && pd_tls_pending(s->tls) ? 1 : poll(&p, 1, timeout_ms);
     if (ready == 0 || (ready < 0 && errno == EINTR))
         return 2;
     if (ready < 0) {
@@ -175,9 +188,16 @@ static int fill(struct pd_rstream *s, int timeout_ms, struct pd_err *e)
     int rc = make_room(s, want, e);
     if (rc)
         return rc;
-    ssize_t n = pd_fault("read") ? (errno = EIO, -1) : read(s->fd, s->buf + s->end, want);
+    ssize_t n = pd_fault("read") ? (errno = EIO, -1) : s->tls ? pd_tls_read(s->tls, s->buf + s->end, want) : read(s->fd, s->buf + s->end, want);
     if (n < 0 && (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK))
         return 2;
+    if (n < 0 && s->tls && (errno == EPROTO || errno == ECONNRESET)) {
+        s->fatal = *pd_tls_why(s->tls);
+        s->dead = true;
+        if (e)
+            *e = s->fatal;
+        return s->fatal.code;
+    }
     if (n < 0) {
         pd_fail_sys(&s->fatal, "cannot read at byte %llu", (unsigned long long)(s->offset + have));
         return die(s, s->fatal.code, e);
@@ -241,6 +261,10 @@ static int decide(struct pd_rstream *s, struct pd_err *e)
     if (b == 0x89 && i + 3 < s->end && !memcmp(s->buf + i, "\x89HDF", 4)) {    /* by itself: a map whose first key is 72 */
         pd_fail(&s->fatal, PD_ECORRUPT, "a KV dump (HDF5) begins here, records are expected: name the file (pd-decode -i FILE, pd-trace cat FILE, pd-trace kv)");
         return die(s, PD_ECORRUPT, e);
+    }
+    if (i + 1 < s->end && (b == 0x15 || b == 0x16) && s->buf[i + 1] == 3) {     /* records of TLS: an alert, a handshake */
+        pd_fail(&s->fatal, PD_EFAIL, "%s (give --key-file)", b == 0x16 ? "the other side speaks TLS and this one does not" : "the other side asks for TLS");
+        return die(s, PD_EFAIL, e);
     }
     if (b == '{' || map) {
         consume(s, i - s->begin);
@@ -369,7 +393,7 @@ int pd_rstream_next(struct pd_rstream *s, int timeout_ms, struct pd_rec *rec, bo
                 return 0;
             return cut_short(s, "", e);
         }
-        if (s->fd < 0)
+        if (is_fed(s))
             return hungry(s);
         int wait = timeout_ms;
         if (timeout_ms > 0) {
@@ -388,6 +412,7 @@ enum { OUT_BYTES = 1 << 16, BATCH = 64 };
 
 struct pd_wstream {
     int fd;
+    struct pd_tls *tls;             /* in its place */
     bool own;
     enum pd_format format;
     char name[64];
@@ -411,19 +436,62 @@ int pd_wstream_new(int fd, enum pd_format f, bool own_fd, const char *name, stru
     return 0;
 }
 
+int pd_wstream_of(const struct pd_endpoint *to, enum pd_format f, const char *name, struct pd_wstream **out, struct pd_err *e)
+{
+    int rc = pd_wstream_new(to->fd, f, false, name, out, e);
+    if (!rc)
+        (*out)->tls = to->tls;
+    return rc;
+}
+
 uint64_t pd_wstream_bytes(const struct pd_wstream *w) { return w->bytes; }
+
+/* What the reader of a socket said before it went: an `error` record as text, or a TLS alert. */
+static bool last_words(struct pd_wstream *w)
+{
+    char said[1500], *nl;
+    struct pd_buf rec = { 0 };
+    struct pd_arena a = { 0 };
+    struct pd_error_rec r;
+    ssize_t n = w->tls ? -1 : recv(w->fd, said, sizeof said, MSG_DONTWAIT);
+    bool told = false;
+    if (n > 2 && said[0] == 0x15 && said[1] == 3) {
+        pd_fail(&w->failed, PD_ECANCEL, "%s: the reader speaks TLS (give --key-file)", w->name);
+        return true;
+    }
+    if (n > 0 && said[0] == '{' && (nl = memchr(said, '\n', (size_t)n)) && !pd_json_to_msgpack(said, (size_t)(nl - said), &rec, NULL) &&
+        !pd_error_decode(rec.p, rec.n, &a, &r, NULL) && r.message.p) {
+        pd_fail(&w->failed, PD_ECANCEL, "%s: the reader went away: %.*s", w->name, (int)(r.message.n < 300 ? r.message.n : 300), r.message.p);
+        told = true;
+    }
+    pd_arena_free(&a);
+    pd_buf_free(&rec);
+    return told;
+}
 
 static int write_failed(struct pd_wstream *w, struct pd_err *e)
 {
-    bool gone = errno == EPIPE || errno == ECONNRESET;
+    int why = errno;
+    bool gone = why == EPIPE || why == ECONNRESET, told = gone && last_words(w);
+    errno = why;
     w->n = 0;
-    if (errno == EINTR)
+    if (told) {}
+    else if (w->tls && errno == EPROTO)
+        w->failed = *pd_tls_why(w->tls);
+    else if (errno == EINTR)
         pd_fail(&w->failed, PD_ECANCEL, "%s: stopped by a signal while the reader stood still", w->name);
     else
         pd_fail_sys(&w->failed, gone ? "%s: the reader went away" : "%s: cannot write", w->name);
     if (e)
         *e = w->failed;
     return w->failed.code;
+}
+
+/* < 0: with errno EINTR, a second signal. */
+static int wait_to_write(const struct pd_wstream *w)
+{
+    struct pollfd p = { .fd = w->tls ? pd_tls_fd(w->tls) : w->fd, .events = w->tls ? pd_tls_wants(w->tls) : POLLOUT };
+    return poll(&p, 1, -1) < 0 && errno == EINTR && pd_stop_level() > 1 ? -1 : 0;
 }
 
 /* The buffered bytes, then v[0..n): all of them, in few calls. */
@@ -454,15 +522,14 @@ static int write_all(struct pd_wstream *w, const struct iovec *v, int n, struct 
                 *e = w->failed;
             return PD_ECANCEL;
         }
-        ssize_t k = pd_fault("write") ? (errno = ENOSPC, -1) : writev(w->fd, part + at, used - at);
+        ssize_t k = pd_fault("write") ? (errno = ENOSPC, -1) : w->tls ? pd_tls_writev(w->tls, part + at, used - at) : writev(w->fd, part + at, used - at);
         if (k < 0 && errno == EINTR) {
             if (pd_stop_level() > 1)        /* a reader that stands still must not keep us from stopping */
                 return write_failed(w, e);
             continue;
         }
         if (k < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-            struct pollfd p = { .fd = w->fd, .events = POLLOUT };
-            if (poll(&p, 1, -1) < 0 && errno == EINTR && pd_stop_level() > 1)
+            if (wait_to_write(w) < 0)
                 return write_failed(w, e);
             continue;
         }
@@ -478,6 +545,9 @@ static int write_all(struct pd_wstream *w, const struct iovec *v, int n, struct 
         }
     }
     w->n = 0;
+    for (int rc; w->tls && (rc = pd_tls_flush(w->tls)) != 0;)
+        if (rc < 0 ? (errno = ECONNRESET) : wait_to_write(w) < 0)
+            return write_failed(w, e);
     return 0;
 }
 

@@ -10,6 +10,8 @@
 #define PD_WIRE_STREAM_H
 #include "record.h"
 struct iovec;
+struct pd_endpoint;
+struct pd_tls;
 
 struct pd_rec {
     enum pd_kind kind;
@@ -17,9 +19,10 @@ struct pd_rec {
     uint64_t offset;                    /* of the record's first byte in the stream (JSON Lines: of its line) */
 };
 /* name: for messages; "-" is called stdin (of a writer: stdout). */
-struct pd_rstream_opts { bool lines; size_t max_record; bool own_fd; const char *name; };
+struct pd_rstream_opts { bool lines; size_t max_record; bool own_fd; const char *name; struct pd_tls *tls /* in place of fd; stays the caller's */; };
 struct pd_rstream;
 int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **out, struct pd_err *e);
+int pd_rstream_of(const struct pd_endpoint *in, const struct pd_rstream_opts *o, struct pd_rstream **out, struct pd_err *e);    /* of one that stays open */
 /* 1 a record, 0 end of stream, 2 nothing within timeout_ms (-1 waits for ever; interrupted by a signal counts as 2),
  * PD_ECORRUPT for a stream that cannot be framed (message with the byte offset; a truncated last record names its run when it has one) and PD_EFAIL
  * with *bad set for one bad line or record of JSON that may be skipped: the next call goes on after it. */
@@ -37,6 +40,7 @@ void pd_rstream_free(struct pd_rstream *s);
 enum pd_format { PD_FMT_MSGPACK, PD_FMT_JSON };
 struct pd_wstream;
 int pd_wstream_new(int fd, enum pd_format f, bool own_fd, const char *name, struct pd_wstream **out, struct pd_err *e);
+int pd_wstream_of(const struct pd_endpoint *to, enum pd_format f, const char *name, struct pd_wstream **out, struct pd_err *e);
 int pd_wstream_put(struct pd_wstream *w, const void *rec, size_t n, struct pd_err *e);          /* one record; converted when JSON */
 /* one msgpack record in pieces, written without copying; flushes first. JSON: gathered and converted */
 int pd_wstream_putv(struct pd_wstream *w, const struct iovec *v, int n, struct pd_err *e);

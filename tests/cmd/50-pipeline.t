@@ -216,7 +216,7 @@ def main():
         x = run([f"{B}/bin/pd-decode", "--text", *args], good)
         ok(0 < x.returncode < 9 and one_line(x.stderr), f"a model that is {name}: one line", (x.returncode, x.stderr))
     for args in (["--chunk", "0x"], ["--chunk", "-3"], ["--block-size", "99999"], ["--kv-dtype", "q4"], ["--format", "xml"], ["--nonsense"], ["-t", "-1"], ["--kv-mem", "lots"],
-                 ["--on-mismatch", "pray"], ["--text", "--format", "json"], ["-o", "x.h5"], ["-i", "tcp:localhost:1"], ["extra"]):
+                 ["--on-mismatch", "pray"], ["--text", "--format", "json"], ["-o", "x.h5"], ["-i", "tcp:localhost"], ["extra"]):
         x = run(decode(*args, m=TINY), good)
         ok(x.returncode == 2 and one_line(x.stderr), f"{' '.join(args)}: usage", (x.returncode, x.stderr))
     x = run([f"{B}/bin/pd-decode"], good)

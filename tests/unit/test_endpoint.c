@@ -42,14 +42,14 @@ static const char *names(void) { return names_in(dir); }
 static void names_are_refused_with_a_reason(void **state)
 {
     static const struct { const char *spec; int rc; const char *why; } t[] = {
-        { "", PD_EUSAGE, "empty" }, { "tcp:host:1", PD_EUSAGE, "tcp endpoints are not supported by this build yet" }, { "tcp-listen::1", PD_EUSAGE, "tcp-listen" },
+        { "", PD_EUSAGE, "empty" }, { "tcp:host", PD_EUSAGE, "port is missing" }, { "tcp-listen::1", PD_EUSAGE, "--key-file" },
         { "rdma:host:1", PD_EUSAGE, "rdma" }, { "shm:x", PD_EUSAGE, "shm" }, { "http:x:1", PD_EUSAGE, "http" }, { "unix:", PD_EUSAGE, "path is missing" },
         { "unix-listen:", PD_EUSAGE, "path is missing" }, { "/tmp", PD_EUSAGE, "is a directory" }, { "/no/such/file", PD_EFAIL, "No such file" } };
     struct pd_endpoint ep;
     struct pd_err e;
     for (size_t i = 0; i < sizeof t / sizeof *t; i++)
         for (int out = 0; out < 2; out++) {
-            int rc = out ? pd_endpoint_open_out(t[i].spec, 0, &ep, &e) : pd_endpoint_open_in(t[i].spec, 0, &ep, &e);
+            int rc = out ? pd_endpoint_open_out(t[i].spec, NULL, &ep, &e) : pd_endpoint_open_in(t[i].spec, NULL, &ep, &e);
             if (rc != t[i].rc || !strstr(e.msg, t[i].why))
                 fail_msg("%s: %d '%s'", t[i].spec, rc, e.msg);
             assert_int_equal(ep.fd, -1);
@@ -57,7 +57,7 @@ static void names_are_refused_with_a_reason(void **state)
     char longpath[300] = "unix:/";
     memset(longpath + 6, 'a', 200);
     longpath[206] = 0;
-    assert_int_equal(pd_endpoint_open_in(longpath, 0, &ep, &e), PD_EUSAGE);
+    assert_int_equal(pd_endpoint_open_in(longpath, NULL, &ep, &e), PD_EUSAGE);
     assert_true(pd_endpoint_is_h5("a.h5"));
     assert_true(pd_endpoint_is_h5("/x/a.b.h5"));
     assert_false(pd_endpoint_is_h5(".h5"));
@@ -71,25 +71,25 @@ static void a_file_appears_whole_or_not_at_all(void **state)
     struct pd_endpoint ep;
     struct pd_err e;
     const char *path = in_dir("out");
-    assert_int_equal(pd_endpoint_open_out(path, 0, &ep, &e), 0);
+    assert_int_equal(pd_endpoint_open_out(path, NULL, &ep, &e), 0);
     assert_int_equal(write(ep.fd, "new", 3), 3);
     assert_int_equal(access(path, F_OK), -1);
     pd_endpoint_abort(&ep);
     assert_string_equal(names(), "");
-    assert_int_equal(pd_endpoint_open_out(path, 0, &ep, &e), 0);
+    assert_int_equal(pd_endpoint_open_out(path, NULL, &ep, &e), 0);
     assert_int_equal(write(ep.fd, "newer", 5), 5);
     assert_int_equal(pd_endpoint_commit(&ep, &e), 0);
     assert_int_equal(ep.fd, -1);
     pd_endpoint_abort(&ep);     /* after a commit: nothing */
     assert_string_equal(names(), "out ");
     holds(path, "newer");
-    assert_int_equal(pd_endpoint_open_in(path, 0, &ep, &e), 0);
+    assert_int_equal(pd_endpoint_open_in(path, NULL, &ep, &e), 0);
     char got[6] = "";
     assert_int_equal(read(ep.fd, got, 5), 5);
     assert_string_equal(got, "newer");
     pd_endpoint_abort(&ep);
     /* the rename fails: the temporary goes too */
-    assert_int_equal(pd_endpoint_open_out(in_dir("d"), 0, &ep, &e), 0);
+    assert_int_equal(pd_endpoint_open_out(in_dir("d"), NULL, &ep, &e), 0);
     assert_int_equal(mkdir(in_dir("d"), 0700), 0);
     assert_int_equal(pd_endpoint_commit(&ep, &e), PD_EFAIL);
     assert_int_equal(rmdir(in_dir("d")), 0);
@@ -102,7 +102,7 @@ static void devices_are_written_as_they_are(void **state)
     struct pd_endpoint ep;
     struct pd_err e;
     struct stat st;
-    assert_int_equal(pd_endpoint_open_out("/dev/null", 0, &ep, &e), 0);
+    assert_int_equal(pd_endpoint_open_out("/dev/null", NULL, &ep, &e), 0);
     assert_null(ep.file.path);
     assert_int_equal(pd_endpoint_commit(&ep, &e), 0);
     assert_int_equal(stat("/dev/null", &st), 0);
@@ -110,7 +110,7 @@ static void devices_are_written_as_they_are(void **state)
     const char *fifo = in_dir("fifo");
     assert_int_equal(mkfifo(fifo, 0600), 0);
     int r = open(fifo, O_RDONLY | O_NONBLOCK);
-    assert_int_equal(pd_endpoint_open_out(fifo, 0, &ep, &e), 0);
+    assert_int_equal(pd_endpoint_open_out(fifo, NULL, &ep, &e), 0);
     assert_int_equal(fcntl(ep.fd, F_GETPIPE_SZ), 1 << 20);
     assert_int_equal(write(ep.fd, "x", 1), 1);
     assert_int_equal(pd_endpoint_commit(&ep, &e), 0);
@@ -126,7 +126,7 @@ static void *connect_and_read(void *arg)
 {
     struct peer *p = arg;
     struct pd_endpoint ep;
-    p->rc = pd_endpoint_open_in(p->spec, 5000000, &ep, &p->e);
+    p->rc = pd_endpoint_open_in(p->spec, &(struct pd_net){ .connect_us = 5000000 }, &ep, &p->e);
     if (!p->rc) {
         ssize_t n = 0, k;
         while ((k = read(ep.fd, p->got + n, sizeof p->got - 1 - (size_t)n)) > 0)
@@ -144,7 +144,7 @@ static void a_socket_serves_one_peer(void **state)
     char in[200], out[200];
     snprintf(in, sizeof in, "unix:%s/s", dir);
     snprintf(out, sizeof out, "unix-listen:%s/s", dir);
-    assert_int_equal(pd_endpoint_open_in(in, 60000, &ep, &e), PD_ETIME);       /* nobody there */
+    assert_int_equal(pd_endpoint_open_in(in, &(struct pd_net){ .connect_us = 60000 }, &ep, &e), PD_ETIME);       /* nobody there */
     assert_non_null(strstr(e.msg, "within 60 ms"));
     for (int round = 0; round < 2; round++) {
         struct peer p = { .spec = in };
@@ -157,7 +157,7 @@ static void a_socket_serves_one_peer(void **state)
             close(dead);
         }
         assert_int_equal(pthread_create(&t, NULL, connect_and_read, &p), 0);
-        assert_int_equal(pd_endpoint_open_out(out, 0, &ep, &e), 0);
+        assert_int_equal(pd_endpoint_open_out(out, NULL, &ep, &e), 0);
         assert_int_equal(access(in_dir("s"), F_OK), -1);
         assert_int_equal(write(ep.fd, "hello", 5), 5);
         assert_int_equal(pd_endpoint_commit(&ep, &e), 0);
@@ -166,7 +166,7 @@ static void a_socket_serves_one_peer(void **state)
         assert_string_equal(p.got, "hello");
     }
     put(in_dir("s"), "mine");
-    assert_int_equal(pd_endpoint_open_in(out, 0, &ep, &e), PD_EUSAGE);
+    assert_int_equal(pd_endpoint_open_in(out, NULL, &ep, &e), PD_EUSAGE);
     assert_non_null(strstr(e.msg, "no socket"));
     holds(in_dir("s"), "mine");
     unlink(in_dir("s"));
@@ -182,7 +182,7 @@ static void a_socket_is_private_and_not_stolen(void **state)
     umask(0);
     pid_t pid = fork();
     if (!pid) {
-        int rc = pd_endpoint_open_in(out, 0, &ep, &e);
+        int rc = pd_endpoint_open_in(out, NULL, &ep, &e);
         _exit(rc ? 1 : 0);
     }
     for (int i = 0; i < 500 && stat(in_dir("p"), &st); i++)
@@ -199,7 +199,7 @@ static void a_socket_is_private_and_not_stolen(void **state)
                 _exit(9);
             char spec[200];
             snprintf(spec, sizeof spec, "unix:%s/p", dir);
-            int rc = pd_endpoint_open_in(spec, 0, &ep, &e);
+            int rc = pd_endpoint_open_in(spec, NULL, &ep, &e);
             char c;
             _exit(rc == 0 && read(ep.fd, &c, 1) == 0 ? 0 : 1);     /* connected to root, who hangs up */
         }
@@ -217,7 +217,7 @@ static void a_socket_is_private_and_not_stolen(void **state)
     snprintf(a.sun_path, sizeof a.sun_path, "%s/p", dir);
     assert_int_equal(bind(live, (struct sockaddr *)&a, sizeof a), 0);
     assert_int_equal(listen(live, 1), 0);
-    assert_int_equal(pd_endpoint_open_out(out, 0, &ep, &e), PD_EUSAGE);
+    assert_int_equal(pd_endpoint_open_out(out, NULL, &ep, &e), PD_EUSAGE);
     assert_non_null(strstr(e.msg, "another process listens"));
     close(live);
     unlink(in_dir("p"));

@@ -74,7 +74,7 @@ static int files(struct pd_err *e)
         int n = 0;
         b.n = 0;
         rc = sample_encode(3, &b, e);
-        rc = rc ? rc : pd_endpoint_open_out(path, 0, &ep, e);
+        rc = rc ? rc : pd_endpoint_open_out(path, NULL, &ep, e);
         rc = rc ? rc : pd_wstream_new(ep.fd, json ? PD_FMT_JSON : PD_FMT_MSGPACK, false, path, &w, e);
         rc = rc ? rc : pd_wstream_put(w, b.p, b.n, e);
         struct pd_err late;
@@ -87,7 +87,7 @@ static int files(struct pd_err *e)
             rc = pd_endpoint_commit(&ep, e);
         if (rc)
             break;
-        rc = pd_endpoint_open_in(path, 0, &ep, e);
+        rc = pd_endpoint_open_in(path, NULL, &ep, e);
         rc = rc ? rc : pd_rstream_new(ep.fd, NULL, &s, e);
         while (!rc && (rc = pd_rstream_next(s, -1, &rec, &bad, e)) == 1) {
             rc = rec.n == b.n && !memcmp(rec.p, b.p, b.n) ? 0 : 1;
