@@ -11,7 +11,7 @@ static poptContext context;
 
 struct poptOption pd_cli_common[] = {
     { "input", 'i', POPT_ARG_STRING, &pd_cli.in, 0, "where records come from: - (default), a file, unix:PATH, unix-listen:PATH, tcp:HOST:PORT, tcp-listen:[HOST]:PORT", "ENDPOINT" },
-    { "output", 'o', POPT_ARG_STRING, &pd_cli.out, 0, "where records go: the same", "ENDPOINT" },
+    { "output", 'o', POPT_ARG_ARGV, &pd_cli.outs, 0, "where records go: the same", "ENDPOINT" },
     { "format", '\0', POPT_ARG_STRING, &pd_cli.format, 0, "form of the output: msgpack or json, a line a record (default: msgpack; pd-trace cat: json)", "FORMAT" },
     { "connect-timeout", '\0', POPT_ARG_STRING, &pd_cli.connect_timeout, 0, "how long to retry a socket that is not there yet (default 5s)", "TIME" },
     { "key-file", '\0', POPT_ARG_STRING, &pd_cli.key_file, 0, "TCP is TLS 1.3 with these pre-shared keys: lines `id hex64`, mode 0600; the first is used to connect, all are accepted", "FILE" },
@@ -52,6 +52,8 @@ int pd_cli_parse(const char *program, const struct poptOption *table, const char
         return 2;
     }
     pd_log_init(program, pd_cli.verbose, pd_cli.quiet);
+    for (char **o = pd_cli.outs; o && *o; o++)
+        pd_cli.out = *o;
     if (pd_cli.version) {
         printf("%s %s\n", program, PD_VERSION);
         if (version)

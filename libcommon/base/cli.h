@@ -7,7 +7,8 @@
 #include "opt.h"
 
 struct pd_cli {
-    char *in, *out, *format, *connect_timeout, *max_record, *key_file;
+    char *in, *out /* the last of outs, or NULL */, *format, *connect_timeout, *max_record, *key_file;
+    char **outs;                        /* each -o, NULL-ended; NULL: none */
     int verbose, quiet, version, insecure;
 };
 extern struct pd_cli pd_cli;

@@ -238,6 +238,7 @@ static int take_record(struct pd_decoder *d, struct pd_rstream *in, int timeout,
     case PD_K_OFFER: pd_dc_take_offer(d, &rec); break;
     case PD_K_CHUNK: pd_dc_take_chunk(d, &rec); break;
     case PD_K_KV: pd_dc_take_kv(d, &rec); break;
+    case PD_K_HELLO: break;     /* pd-kvsend asks whether the transfer protocol is spoken here; a filter has no way to answer */
     default: pass_through(d, &rec); break;
     }
     return 1;

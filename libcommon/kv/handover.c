@@ -187,7 +187,7 @@ struct pd_import {
     uint64_t *seen; uint32_t n_seen;    /* a bit a chunk */
     const struct pd_slabs *from;        /* another process's memory, or NULL: chunks bring their bytes */
     uint32_t *from_blocks;              /* [n_blocks] */
-    bool finished, in_place;
+    bool finished, in_place, look;
     uint64_t bytes;
     int64_t us;
 };
@@ -339,6 +339,7 @@ int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const
         return PD_ENOMEM;
     im->pool = p;
     im->plan = plan;
+    im->look = o->look && !o->from;
     if ((rc = keep_offer(im, offer, e)))
         goto out;
     rc = PD_ENOMEM;
@@ -348,7 +349,7 @@ int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const
         goto out;
     if ((rc = keep_from(im, o->from, o->from_blocks, e)))
         goto out;
-    if ((rc = take_blocks(im, o, n_held, e))) {
+    if (!im->look && (rc = take_blocks(im, o, n_held, e))) {
         pd_err_prefix(e, "run %s", offer->run);
         goto out;
     }
@@ -425,7 +426,7 @@ int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_er
     if (!tail_is_zero(im, (const uint8_t *const[2]){ last, last + at.blocks * pd_pool_layer_bytes(im->pool) }, at))
         return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u: the unused tail of the last block is not zero", c->run, c->index);
     const uint8_t *from = c->data.p;
-    int n = pieces(im->pool, im->blocks, at, im->iov);
+    int n = im->look ? 0 : pieces(im->pool, im->blocks, at, im->iov);
     for (int i = 0; i < n; i++) {
         memcpy(im->iov[i].iov_base, from, im->iov[i].iov_len);
         from += im->iov[i].iov_len;
@@ -547,6 +548,7 @@ int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, struct
 
 uint32_t pd_import_missing(const struct pd_import *im) { return im->plan.n_chunks - im->n_seen; }
 bool pd_import_in_place(const struct pd_import *im) { return im->in_place; }
+const uint32_t *pd_import_blocks(const struct pd_import *im) { return im->look ? NULL : im->blocks; }
 const struct pd_plan *pd_import_plan(const struct pd_import *im) { return &im->plan; }
 bool pd_import_has(const struct pd_import *im, uint32_t index) { return index < im->plan.n_chunks && im->seen[index / 64] >> (index % 64) & 1; }
 

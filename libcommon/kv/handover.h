@@ -35,7 +35,8 @@ int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd
  * takes a reference of its own of each that it uses; *n_used says how many.
  * from, from_blocks [n_blocks]: the payload (scheme shm) lies in another process's slabs, in its blocks of these numbers. lend: read it in place where the
  * slabs have the pool's shape: full blocks stand in the block table as the peer's, only a last block that is not full is copied. from outlives the import. */
-struct pd_import_opts { const uint32_t *held; uint32_t n_held; struct pd_slabs *from; const uint32_t *from_blocks; bool lend; };
+/* look: only look: each chunk is checked, nothing is kept and no block taken (the caller passes the bytes on). */
+struct pd_import_opts { const uint32_t *held; uint32_t n_held; struct pd_slabs *from; const uint32_t *from_blocks; bool lend, look; };
 int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, uint32_t *n_used, struct pd_err *e);
 /* A chunk that lies in the peer's memory: copied where it is not read in place, then what will be used is held against its checksum. Errors as pd_import_chunk. */
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e);
@@ -47,6 +48,7 @@ bool pd_import_in_place(const struct pd_import *im);                            
 uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks);             /* ownership of the block table (pd_free) and of one reference each; NULL unless finish said 0 */
 /* For salvage: the block table although chunks are missing (their memory is zero), and whether a chunk came and was verified. */
 uint32_t *pd_import_take_part(struct pd_import *im, uint32_t *n_blocks);
+const uint32_t *pd_import_blocks(const struct pd_import *im);                    /* its block table [plan's n_blocks]; look: NULL */
 bool pd_import_has(const struct pd_import *im, uint32_t index);
 const struct pd_plan *pd_import_plan(const struct pd_import *im);
 uint64_t pd_import_bytes(const struct pd_import *im);

@@ -3,7 +3,7 @@
 #include "fields.h"
 
 static const char *const kind_name[] = { "unknown", "request", "offer", "kv", "chunk", "token", "result", "error", "event", "worker", "route",
-    "hello", "accept", "done", "verified", "release", "status", "cancel", "slab", "kvevent" };
+    "hello", "accept", "done", "verified", "release", "status", "cancel", "slab", "kvevent", "carry" };
 
 const char *pd_kind_name(enum pd_kind k)
 {

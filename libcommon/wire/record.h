@@ -14,7 +14,7 @@
 
 enum pd_kind { PD_K_UNKNOWN, PD_K_REQUEST, PD_K_OFFER, PD_K_KV, PD_K_CHUNK, PD_K_TOKEN, PD_K_RESULT, PD_K_ERROR, PD_K_EVENT, PD_K_WORKER, PD_K_ROUTE,
                PD_K_HELLO, PD_K_ACCEPT, PD_K_DONE, PD_K_VERIFIED, PD_K_RELEASE, PD_K_STATUS, PD_K_CANCEL, PD_K_SLAB /* from PD_K_HELLO on: transfer.h */,
-               PD_K_KVEVENT /* kvevent.h */ };
+               PD_K_KVEVENT /* kvevent.h */, PD_K_CARRY /* transfer.h */ };
 const char *pd_kind_name(enum pd_kind k);
 /* Of a framed map, by its key `pd`: PD_K_REQUEST without one, PD_K_UNKNOWN for a name that this build does not know (pass it through). */
 enum pd_kind pd_kind_of(const void *rec, size_t n);

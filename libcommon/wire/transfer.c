@@ -108,6 +108,18 @@ static const struct pd_field slab_field[] = { { "what", PD_F_CHARS, PD_FF_REQ, L
                                              { "bytes", PD_F_U64, PD_FF_REQ, L(bytes) } };
 PAIR(slab, struct pd_slab_rec, -1)
 
+#define Y(m) PD_FIELD(struct pd_carry, m)
+static const struct pd_field carry_field[] = { { "seq", PD_F_U64, PD_FF_REQ, Y(seq) }, { "end", PD_F_BOOL, PD_FF_NZ, Y(end) }, { "rec", PD_F_BIN, 0, Y(rec) } };
+static const struct pd_table carry_table = { "carry", carry_field, 3, -1 };
+
+int pd_carry_encode(const struct pd_carry *r, struct pd_buf *b, struct pd_err *e) { return pd_table_encode(&carry_table, r, b, e); }
+
+int pd_carry_decode(const void *rec, size_t n, struct pd_carry *r, struct pd_err *e)
+{
+    *r = (struct pd_carry){ .seq = 0 };
+    return pd_table_decode(&carry_table, rec, n, NULL, r, e);
+}
+
 /* ---- lease, the map in a descriptor ---- */
 
 #define R(m) PD_FIELD(struct pd_lease_rec, m)

@@ -45,6 +45,11 @@ struct pd_cancel { char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; bool has_g
 /* `slab`: goes with one descriptor (SCM_RIGHTS): slab `index` of the pool, or its control page. */
 struct pd_slab_rec { char what[12] /* "slab", "control" */; uint32_t index; uint64_t bytes; };
 
+/* `carry`: between two filters (both list the cap `relay`): a record of the stream that is no KV, as it is, numbered from 1 in the order of the stream. Kept by
+ * its sender until acknowledged, by a carry without rec that says up to which one all were handed on; so none is lost or doubled by a dropped connection.
+ * With `end`: the stream ends there, in good order. */
+struct pd_carry { uint64_t seq; struct pd_bin rec /* raw record, or absent */; bool end; };
+
 int pd_hello_encode(const struct pd_hello *r, struct pd_buf *b, struct pd_err *e);
 int pd_accept_encode(const struct pd_accept *r, struct pd_buf *b, struct pd_err *e);
 int pd_done_encode(const struct pd_done *r, struct pd_buf *b, struct pd_err *e);
@@ -53,6 +58,7 @@ int pd_release_encode(const struct pd_release *r, struct pd_buf *b, struct pd_er
 int pd_status_encode(const struct pd_status *r, struct pd_buf *b, struct pd_err *e);
 int pd_cancel_encode(const struct pd_cancel *r, struct pd_buf *b, struct pd_err *e);
 int pd_slab_encode(const struct pd_slab_rec *r, struct pd_buf *b, struct pd_err *e);
+int pd_carry_encode(const struct pd_carry *r, struct pd_buf *b, struct pd_err *e);
 
 int pd_hello_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_hello *r, struct pd_err *e);
 int pd_accept_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_accept *r, struct pd_err *e);
@@ -62,6 +68,7 @@ int pd_release_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_r
 int pd_status_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_status *r, struct pd_err *e);
 int pd_cancel_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_cancel *r, struct pd_err *e);
 int pd_slab_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_slab_rec *r, struct pd_err *e);
+int pd_carry_decode(const void *rec, size_t n, struct pd_carry *r, struct pd_err *e);      /* rec points into the record */
 
 /* The map `lease` of a kv descriptor {id, owner, ttl_us, renew_us}. */
 struct pd_lease_rec { uint8_t id[16]; struct pd_str owner; int64_t ttl_us, renew_us; };

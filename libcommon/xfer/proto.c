@@ -251,6 +251,28 @@ static int parse_via(struct pd_xfer *x, const char *via, struct pd_err *e)
 
 struct pd_str pd_xfer_caps[PD_XFER_CAPS] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 } };
 
+bool pd_hello_can(const struct pd_hello *h, const char *cap)
+{
+    for (uint32_t i = 0; i < h->n_caps; i++)
+        if (pd_str_eq(h->caps[i], cap))
+            return true;
+    return false;
+}
+
+static int set_caps(struct pd_xfer *x, struct pd_err *e)
+{
+    struct pd_hello *h = &x->mine;
+    if (!(h->caps = pd_arena_alloc(&x->my_arena, PD_XFER_CAPS + 2, sizeof *h->caps, e)))
+        return PD_ENOMEM;
+    memcpy(h->caps, pd_xfer_caps, sizeof pd_xfer_caps);
+    h->n_caps = PD_XFER_CAPS;
+    if (x->o.relay)
+        h->caps[h->n_caps++] = (struct pd_str){ "relay", 5 };
+    if (x->o.probe)
+        h->caps[h->n_caps++] = (struct pd_str){ "probe", 5 };
+    return 0;
+}
+
 int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out, struct pd_err *e)
 {
     struct pd_xfer *x = pd_calloc(1, sizeof *x, "transfer connection", e);
@@ -263,7 +285,7 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     x->o.cancel_us = limit(o->cancel_us, 1000000);
     x->opened = x->now = now;
     struct pd_hello *h = &x->mine;
-    *h = (struct pd_hello){ .version = PD_XFER_VERSION, .version_min = PD_XFER_VERSION, .epoch = o->epoch, .fp_fields = o->fp_fields, .caps = pd_xfer_caps, .n_caps = PD_XFER_CAPS,
+    *h = (struct pd_hello){ .version = PD_XFER_VERSION, .version_min = PD_XFER_VERSION, .epoch = o->epoch, .fp_fields = o->fp_fields,
                             .netns = pd_proc_netns() };
     strcpy(h->role, o->giving ? "prefill" : "decode");
     if (o->worker)
@@ -283,6 +305,7 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     int rc = pd_gen_new(h->conn, e);    /* a name that no other connection has; its first half is this life */
     memcpy(h->life, h->conn, sizeof h->life);
     rc = rc ? rc : pd_sha256(o->fp_fields.p, o->fp_fields.n, h->fp_sha, e);
+    rc = rc ? rc : set_caps(x, e);
     rc = rc ? rc : parse_via(x, o->via ? o->via : PD_XFER_VIA, e);
     rc = rc ? rc : pd_hello_encode(h, pd_out_buf(&x->out), e);
     if (rc) {
@@ -699,6 +722,13 @@ const char *pd_move_run(const struct pd_move *m) { return m->run; }
 const uint8_t *pd_move_gen(const struct pd_move *m) { return m->gen; }
 const uint8_t *pd_move_lease(const struct pd_move *m) { return m->x->o.giving || m->has_lease ? m->lease : NULL; }
 const char *pd_move_scheme(const struct pd_move *m) { return m->tr ? m->tr->scheme : ""; }
+int pd_xfer_say(struct pd_xfer *x, const void *rec, size_t n, struct pd_err *e)
+{
+    struct pd_err why = { 0 };
+    int rc = pd_x_put(x, x->state == X_OPEN ? pd_buf_add(pd_out_buf(&x->out), rec, n, &why) : 0, &why);
+    return rc ? closed(x, e) : 0;
+}
+
 void pd_move_set(struct pd_move *m, void *user) { m->user = user; }
 void *pd_move_get(const struct pd_move *m) { return m->user; }
 

@@ -25,6 +25,8 @@ extern struct pd_str pd_xfer_caps[PD_XFER_CAPS];        /* what hello says that 
 
 struct pd_xfer_opts {
     bool giving;                        /* role prefill; else decode */
+    bool relay;                         /* a filter that hands on what others made: generations of any life pass (cap `relay`) */
+    bool probe;                         /* giving: what is given is a measurement and is dropped where it was verified (cap `probe`) */
     bool unix_socket;                   /* descriptors can pass */
     const char *via;                    /* schemes that may be used, best first; NULL: PD_XFER_VIA */
     const char *worker, *domain;        /* may be NULL */
@@ -74,6 +76,9 @@ bool pd_xfer_open(const struct pd_xfer *x);     /* READY came, and it is not clo
 const struct pd_hello *pd_xfer_peer(const struct pd_xfer *x);   /* after READY */
 const uint8_t *pd_xfer_conn(const struct pd_xfer *x, bool peers);       /* the 16 bytes that `attach` names */
 const char *pd_xfer_via(const struct pd_xfer *x);       /* "shm, inline" or "inline (shm: the two ends are not on one host)" */
+bool pd_hello_can(const struct pd_hello *h, const char *cap);
+/* A whole record of another kind, between what the protocol says: of ends that both know it. */
+int pd_xfer_say(struct pd_xfer *x, const void *rec, size_t n, struct pd_err *e);
 struct pd_xfer_counts { uint64_t late, bytes_out, bytes_in; uint32_t moves; };
 struct pd_xfer_counts pd_xfer_counts(const struct pd_xfer *x);
 
@@ -101,6 +106,7 @@ bool pd_take_valid(const struct pd_move *m, int64_t now);
  * see: its end is an event. */
 bool pd_take_word(const struct pd_move *m);
 void pd_take_release(struct pd_move *m, int64_t now);           /* in place: the last use is over, the references are dropped */
+const struct pd_import *pd_take_import(const struct pd_move *m);       /* after pd_take, until the move is over or its blocks were taken: what has come; or NULL */
 struct pd_import *pd_take_park(struct pd_move *m);              /* at PD_XE_FAILED by loss: the part that was verified, or NULL; pd_import_free */
 const struct pd_kvdesc *pd_move_desc(const struct pd_move *m);  /* taking: the offer, from TAKEN on the kv */
 /* Tell the giver, on a new connection, what UNACKED left open. lease: of the offer; NULL where it named none. */

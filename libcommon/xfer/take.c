@@ -21,6 +21,7 @@ struct pd_import *pd_take_park(struct pd_move *m)
     return im;
 }
 
+const struct pd_import *pd_take_import(const struct pd_move *m) { return m->im; }
 const struct pd_kvdesc *pd_move_desc(const struct pd_move *m) { return &m->desc; }
 bool pd_take_in_place(const struct pd_move *m) { return m->in_place; }
 
@@ -50,7 +51,7 @@ static int check_offer(struct pd_xfer *x, struct pd_move *m, struct pd_err *e)
         return pd_fail(e, PD_ECORRUPT, "run %s: not an offer", m->run);
     if (d->epoch != x->mine.epoch)
         return pd_fail(e, PD_EINCOMPAT, "run %s: epoch differs (prefill %" PRIu64 ", decode %" PRIu64 ")", m->run, d->epoch, x->mine.epoch);
-    if (memcmp(d->gen, x->theirs.life, sizeof x->theirs.life))
+    if (memcmp(d->gen, x->theirs.life, sizeof x->theirs.life) && !pd_hello_can(&x->theirs, "relay"))
         return pd_fail(e, PD_ETIME, "run %s: its generation is of another life of the prefill worker", m->run);
     if (memcmp(d->fp_sha, x->theirs.fp_sha, sizeof d->fp_sha))
         return pd_fail(e, PD_EINCOMPAT, "run %s: its fingerprint is not the one that the prefill side said hello with", m->run);

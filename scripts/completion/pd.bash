@@ -48,4 +48,4 @@ _pd() {
     fi
 }
 
-complete -F _pd pd-prefill pd-decode pd-route pd-trace pd-bench
+complete -F _pd pd-prefill pd-decode pd-route pd-kvsend pd-trace pd-bench

@@ -11,7 +11,7 @@ t() { # t NAME COMMAND...
 echo 1..4
 t "make install" make -s V="${V-}" install DESTDIR="$tmp/root" PREFIX=/usr
 r=$tmp/root/usr
-there() { for f in bin/pd-prefill bin/pd-decode bin/pd-route bin/pd-up bin/pd-trace bin/pd-bench lib/libpd.a lib/pd/hdf5-plugin/libH5Zzstd.so share/man/man7/pd.7 share/man/man1/pd-prefill.1 \
+there() { for f in bin/pd-prefill bin/pd-decode bin/pd-route bin/pd-kvsend bin/pd-up bin/pd-trace bin/pd-bench lib/libpd.a lib/pd/hdf5-plugin/libH5Zzstd.so share/man/man7/pd.7 share/man/man1/pd-prefill.1 \
     share/man/man5/pd-wire.5 share/bash-completion/completions/pd-decode; do [ -s "$r/$f" ] || { echo "no $f"; return 1; }; done; }
 t "commands, library, plug-in, pages and completion are there" there
 { echo '#include <stdio.h>'; cd "$r/include/pd" && find . -name '*.h' | sed 's|^\./\(.*\)|#include "\1"|' | sort

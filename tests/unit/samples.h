@@ -145,7 +145,7 @@ static inline int routed_encode(const struct pd_routing *r, struct pd_buf *b, st
 }
 
 /* The records of transfer.h, by number: a sample of each. */
-enum { N_TRANSFER = 11 };
+enum { N_TRANSFER = 13 };
 static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
 {
     struct pd_hello h = sample_hello();
@@ -157,6 +157,7 @@ static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
         .cause = STR("asked"), .ledger = BIN("\x81\xa4live\x02"), .extra = { (const uint8_t *)"\xa6" "future\x93\x01\xc0\xc3", 11, 1 } };
     struct pd_cancel cn = { .run = RUN_A, .gen = GEN_A, .has_gen = true, .cancel_token = "0123456789abcdef", .has_token = true, .cause = STR("client gone") };
     struct pd_slab_rec sl = { .what = "slab", .index = 1, .bytes = 67108864 };
+    struct pd_carry cy = { .seq = 3, .rec = BIN("\x82\xa2pd\xa6" "future\xa1v\x02") }, last = { .seq = 4, .end = true };
     struct pd_error_rec er = { .run = RUN_A, .gen = GEN_A, .has_gen = true, .class_ = "timeout", .code = 5, .message = STR("generation retired"), .action = "refused" };
     struct pd_kvdesc d = sample_kv(true);
     struct pd_buf lease = { 0 };
@@ -172,6 +173,8 @@ static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
     case 7: return pd_cancel_encode(&cn, b, e);
     case 8: return pd_slab_encode(&sl, b, e);
     case 9: return pd_error_encode(&er, b, e);
+    case 11: return pd_carry_encode(&cy, b, e);
+    case 12: return pd_carry_encode(&last, b, e);
     default:
         rc = pd_lease_rec_encode(&(struct pd_lease_rec){ .id = "leaseleaseleasel", .owner = STR("prefill@host:17"), .ttl_us = 30000000, .renew_us = 5000000 }, &lease, e);
         d.lease = (struct pd_bin){ lease.p, lease.n };
@@ -202,7 +205,7 @@ static inline int kvevent_sample_encode(int i, struct pd_buf *b, struct pd_err *
 enum { N_RECORD = 19, N_SAMPLES = N_RECORD + N_TRANSFER };
 static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only", "event-lease",
     "worker", "request-routed", "request-resumed", "kvevent-stored", "kvevent-removed", "kvevent-cleared", "kvevent-snapshot",
-    "hello", "hello-attach", "accept", "done", "verified", "release", "status", "cancel", "slab", "error-refused", "offer-shm" };
+    "hello", "hello-attach", "accept", "done", "verified", "release", "status", "cancel", "slab", "error-refused", "offer-shm", "carry", "carry-end" };
 
 /* The i-th sample, encoded. */
 static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
@@ -257,7 +260,7 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     struct pd_event ev;
     struct pd_worker_rec wk;
     union { struct pd_hello hello; struct pd_accept accept; struct pd_done done; struct pd_verified verified; struct pd_release release; struct pd_status status;
-            struct pd_cancel cancel; struct pd_slab_rec slab; struct pd_kvevent kvevent; } x;
+            struct pd_cancel cancel; struct pd_slab_rec slab; struct pd_kvevent kvevent; struct pd_carry carry; } x;
     int rc;
 #define BOTH(name) rc = pd_##name##_decode(rec, n, &a, &x.name, e); rc = rc ? rc : pd_##name##_encode(&x.name, b, e); break
     switch (pd_kind_of(rec, n)) {
@@ -270,6 +273,7 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     case PD_K_CANCEL: BOTH(cancel);
     case PD_K_SLAB: BOTH(slab);
     case PD_K_KVEVENT: BOTH(kvevent);
+    case PD_K_CARRY: rc = pd_carry_decode(rec, n, &x.carry, e); rc = rc ? rc : pd_carry_encode(&x.carry, b, e); break;
     case PD_K_REQUEST: rc = pd_request_decode(rec, n, &a, &rq, e); rc = rc ? rc : pd_request_encode(&rq, b, e); break;
     case PD_K_OFFER: case PD_K_KV: rc = pd_kvdesc_decode(rec, n, &a, &d, e); rc = rc ? rc : pd_kvdesc_encode(&d, b, e); break;
     case PD_K_CHUNK:

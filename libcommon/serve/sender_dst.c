@@ -1,0 +1,695 @@
+#include <errno.h>
+#include <stdio.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <sys/un.h>
+#include <unistd.h>
+#include "../base/log.h"
+#include "../kv/fingerprint.h"
+#include "../kv/prefix.h"
+#include "../wire/json.h"
+#include "sender_in.h"
+
+enum { PIECES = 256, AGAIN_US = 20000, RENEW_US = 5000000, ROW_MAX = 8 /* drops in a row without a run that arrives */ };
+
+/* ---- opening ---- */
+
+int send_dst_open(struct send_dst *d, struct pd_err *e)
+{
+    struct send *s = d->s;
+    int rc;
+    pd_chan_init(&d->c);
+    d->c.giving = true;
+    d->ep.fd = -1;
+    d->kept_end = &d->kept;
+    if (pd_endpoint_is_h5(d->spec)) {
+        if (s->o.json)
+            return pd_fail(e, PD_EUSAGE, "--format json: %s is a dump file, which has a form of its own", d->spec);
+        if ((rc = pd_dump_create(d->spec, &d->dump, e)) == 0)
+            d->state = SD_DUMP;
+        return rc;
+    }
+    if (pd_ep_listens(d->spec)) {
+        d->state = SD_WAIT;
+        return 0;
+    }
+    if ((rc = pd_endpoint_open_out(d->spec, s->o.net, &d->ep, e)))
+        return rc;
+    if (d->ep.fd >= 0 && isatty(d->ep.fd) && !s->o.json)
+        return pd_fail(e, PD_EUSAGE, "-o: records are binary and the output is a terminal (use --format json, -o FILE, or a pipe)");
+    pd_chan_of(&d->c, &d->ep, d->spec);
+    d->state = SD_PLAIN;
+    if (d->c.socket) {
+        d->may_ask = !s->o.json;
+        return pd_chan_reader(&d->c, d->spec, s->o.max_record + 64, e);
+    }
+    pd_chan_unblock(&d->c);
+    return 0;
+}
+
+static int make_xfer(struct send_dst *d, struct pd_err *e)
+{
+    struct send *s = d->s;
+    struct pd_xfer_opts o = { .giving = true, .relay = true, .unix_socket = d->c.unix_socket, .via = s->o.via, .worker = s->o.worker, .epoch = d->epoch,
+        .fp_fields = { d->fp.p, d->fp.n }, .pool = d->st->pool, .leases = d->leases, .accept_us = SEND_PATIENT_US, .stall_us = SEND_PATIENT_US };
+    d->c.heard = d->c.pinged = s->now;
+    d->c.raw_dead = false;
+    return pd_xfer_new(&o, s->now, &d->c.x, e);
+}
+
+void send_dst_peer(struct send_dst *d, struct pd_chan *c)
+{
+    struct pd_err e;
+    d->c = *c;
+    d->c.giving = true;
+    pd_chan_init(c);
+    if (d->state == SD_WAIT) {
+        d->state = SD_PLAIN;
+        d->may_ask = !d->s->o.json;
+    } else if (d->state == SD_DOWN && make_xfer(d, &e))
+        send_fatal(d->s, &e);
+}
+
+static void acked(struct send_dst *d, uint64_t seq)
+{
+    struct send_kept *k;
+    while ((k = d->kept) && k->seq <= seq) {
+        d->kept = k->next;
+        d->kept_bytes -= k->n;
+        if (!d->kept)
+            d->kept_end = &d->kept;
+        d->acked = k->seq;
+        pd_free(k);
+    }
+}
+
+static void to_plain(struct send_dst *d)
+{
+    pd_xfer_free(d->c.x);
+    d->c.x = NULL;
+    pd_leases_free(d->leases);
+    d->leases = NULL;
+    d->may_ask = false;
+    d->state = SD_PLAIN;
+    for (const struct send_kept *k = d->kept; k; k = k->next)
+        send_dst_put(d, k->rec, k->n);
+    acked(d, UINT64_MAX);
+}
+
+static void lease_told(void *ctx, enum pd_lease_step step, const struct pd_lease_info *l)
+{
+    struct send_dst *d = ctx;
+    for (struct send_run *r = d->s->runs; step == PD_LEASE_STEP_RELEASED && r; r = r->next)
+        for (uint32_t i = 0; i < r->n_out; i++)
+            if (r->out[i].d == d && r->out[i].leased && !memcmp(r->out[i].lease, l->id, sizeof l->id))
+                r->out[i].released = true;
+}
+
+/* "Do you speak the transfer protocol?" What it is about is known by now: the first KV. */
+static void ask(struct send_dst *d, const struct send_run *r)
+{
+    struct pd_leases_opts lo = { .pool = r->st->pool, .told = lease_told, .ctx = d };
+    struct pd_err e;
+    d->st = r->st;
+    d->epoch = r->desc.epoch;
+    int rc = pd_buf_add(&d->fp, r->desc.fp_fields.p, r->desc.fp_fields.n, &e);
+    rc = rc ? rc : pd_leases_new(&lo, &d->leases, &e);
+    rc = rc ? rc : make_xfer(d, &e);
+    if (rc)
+        send_fatal(d->s, &e);
+    else
+        d->state = SD_ASKING;
+}
+
+bool send_dst_ready(struct send_dst *d, const struct send_run *r)
+{
+    if (d->state == SD_PLAIN && d->may_ask)
+        ask(d, r);
+    return d->state != SD_WAIT && d->state != SD_ASKING;
+}
+
+/* ---- records ---- */
+
+bool send_dst_room(const struct send_dst *d)
+{
+    switch (d->state) {
+    case SD_PLAIN: return pd_out_waiting(&d->out) < SEND_HIGH;
+    case SD_GIVING: case SD_DOWN: return d->kept_bytes < SEND_HIGH;
+    case SD_DUMP: case SD_OVER: return true;
+    default: return false;
+    }
+}
+
+static void say_kept(struct send_dst *d, const struct send_kept *k)
+{
+    struct pd_carry y = { .seq = k->seq, .rec = { k->end ? NULL : k->rec, k->n }, .end = k->end };
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    int rc = pd_carry_encode(&y, &b, &e);
+    rc = rc ? rc : pd_xfer_say(d->c.x, b.p, b.n, &e);
+    pd_buf_free(&b);
+    if (rc == PD_ENOMEM)
+        send_fatal(d->s, &e);
+}
+
+/* Kept until the peer has handed it on: a dropped connection loses none. */
+static void carry(struct send_dst *d, const void *rec, size_t n, bool end)
+{
+    struct pd_err e;
+    struct send_kept *k;
+    if (!d->relay && d->state == SD_GIVING) {
+        d->lost += !end;
+        return;
+    }
+    if (!(k = pd_calloc(1, sizeof *k + n, "a record on its way", &e))) {
+        send_fatal(d->s, &e);
+        return;
+    }
+    *k = (struct send_kept){ .seq = ++d->seq, .end = end, .n = n };
+    if (n)
+        memcpy(k->rec, rec, n);
+    *d->kept_end = k;
+    d->kept_end = &k->next;
+    d->kept_bytes += n;
+    if (d->state == SD_GIVING)
+        say_kept(d, k);
+}
+
+static void put_json(struct send_dst *d, const void *rec, size_t n)
+{
+    struct pd_err e;
+    d->json.n = 0;
+    int rc = pd_msgpack_to_json(rec, n, &d->json, &e);
+    if (rc && rc != PD_ENOMEM) {        /* this one cannot be written so; the others can */
+        send_bad(d->s, NULL, &e);
+        return;
+    }
+    rc = rc ? rc : pd_buf_add(&d->json, "\n", 1, &e);
+    rc = rc ? rc : pd_buf_add(pd_out_buf(&d->out), d->json.p, d->json.n, &e);
+    if (rc)
+        send_fatal(d->s, &e);
+}
+
+void send_dst_put(struct send_dst *d, const void *rec, size_t n)
+{
+    struct pd_err e;
+    if (d->state == SD_OVER)
+        return;
+    if (d->state == SD_DUMP)
+        d->lost++;
+    else if (d->state == SD_GIVING || d->state == SD_DOWN || d->state == SD_ASKING)
+        carry(d, rec, n, false);
+    else if (d->s->o.json)
+        put_json(d, rec, n);
+    else if (pd_buf_add(pd_out_buf(&d->out), rec, n, &e))
+        send_fatal(d->s, &e);
+}
+
+void send_dst_pin(struct send_dst *d, const struct send_src *owner, const uint8_t *rec, size_t n)
+{
+    struct pd_err e;
+    if (d->state != SD_PLAIN || d->s->o.json || pd_out_has_chunk(&d->out)) {
+        send_dst_put(d, rec, n);
+        return;
+    }
+    struct iovec *v = pd_out_pieces(&d->out, 1, &e);
+    if (!v) {
+        send_fatal(d->s, &e);
+        return;
+    }
+    *v = (struct iovec){ (void *)(uintptr_t)rec, n };
+    pd_out_chunk(&d->out, owner, 1);
+}
+
+bool send_dst_pinned(const struct send_dst *d, const struct send_src *owner) { return pd_out_has_chunk(&d->out) && d->out.owner == owner; }
+
+void send_dst_unpin(struct send_dst *d, const void *owner)
+{
+    struct pd_err e;
+    if (pd_out_fence(&d->out, owner, &e))
+        send_fatal(d->s, &e);
+}
+
+/* ---- runs, plain ---- */
+
+static void put_desc(struct send_out *o, const struct pd_kvdesc *desc)
+{
+    struct pd_buf b = { 0 };
+    struct pd_err e;
+    if (send_desc_out(o->r, o, desc, &b, &e))
+        send_fatal(o->d->s, &e);
+    else
+        send_dst_put(o->d, b.p, b.n);
+    pd_buf_free(&b);
+}
+
+/* The next chunk that is here: straight from the pool, or gathered for JSON. */
+static bool pump_plain(struct send_out *o)
+{
+    struct send_dst *d = o->d;
+    struct send_run *r = o->r;
+    const struct pd_pool *pool = r->st->pool;
+    struct pd_chunk c;
+    struct pd_err e;
+    int n, rc;
+    if (!send_dst_room(d) || pd_out_has_chunk(&d->out))
+        return false;
+    if (o->at == o->plan.n_chunks) {
+        if (r->state != SR_CLOSED)
+            return false;
+        put_desc(o, &r->kv);
+        o->state = SO_DONE;
+        return true;
+    }
+    if (!send_run_has(r, o, o->at))
+        return false;
+    struct iovec *v = pd_out_pieces(&d->out, (int)(2 * o->plan.chunk_blocks), &e);
+    rc = v ? pd_export_chunk(pool, send_run_blocks(r), &o->plan, &r->desc, o->at, &c, v, &n, &e) : PD_ENOMEM;
+    if (!rc && d->s->o.json) {
+        struct pd_buf b = { 0 };
+        rc = pd_chunk_encode_head(&c, &b, &e);
+        for (int i = 0; !rc && i < n; i++)
+            rc = pd_buf_add(&b, v[i].iov_base, v[i].iov_len, &e);
+        if (!rc)
+            put_json(d, b.p, b.n);
+        pd_buf_free(&b);
+    } else if (!rc && (rc = pd_chunk_encode_head(&c, pd_out_buf(&d->out), &e)) == 0)
+        pd_out_chunk(&d->out, r, n);
+    if (rc)
+        send_fatal(d->s, &e);
+    if (!o->first_us)
+        o->first_us = d->s->now;
+    o->sent += c.raw_len;
+    o->at++;
+    return true;
+}
+
+static bool pump_dump(struct send_out *o)
+{
+    struct send_run *r = o->r;
+    struct send_dst *d = o->d;
+    uint32_t bs = r->desc.layout.block_size, full = r->desc.n_tokens / bs;
+    uint64_t seed;
+    struct pd_err e = { 0 };
+    struct pd_arena mem = { 0 };
+    uint8_t (*hashes)[16] = NULL;
+    if (r->state != SR_CLOSED)
+        return false;
+    if (full && pd_fp_must_seed(r->desc.fp_fields, &seed, &e) == 0 && (hashes = pd_arena_alloc(&mem, full, 16, &e)))
+        pd_block_hashes(seed, r->kv.token_ids, r->kv.n_tokens, bs, r->kv.request.adapter, r->kv.request.cache_salt, hashes);
+    struct pd_kvdesc k = r->kv;
+    k.lease = (struct pd_bin){ NULL, 0 };
+    int rc = pd_dump_add(d->dump, &k, r->st->pool, send_run_blocks(r), (const uint8_t (*)[16])hashes, hashes ? full : 0, NULL, 0, &e);
+    pd_arena_free(&mem);
+    if (rc)
+        send_fatal(d->s, &e);
+    o->sent = r->plan.bytes;
+    o->state = SO_DONE;
+    return true;
+}
+
+/* ---- runs, giving ---- */
+
+static void kv_alone(struct send_out *o)
+{
+    struct send_run *r = o->r;
+    put_desc(o, &r->kv);
+    o->state = SO_DONE;
+}
+
+static int give(struct send_out *o, struct pd_err *e)
+{
+    struct send_dst *d = o->d;
+    struct send_run *r = o->r;
+    int rc = 0;
+    if (r->desc.epoch != d->epoch || r->st != d->st || r->desc.fp_fields.n != d->fp.n || memcmp(r->desc.fp_fields.p, d->fp.p, d->fp.n))
+        return pd_fail(e, PD_EINCOMPAT, "%s takes the KV of one model over a connection, and this is another one's: it goes without its KV", d->spec);
+    if (!o->leased) {
+        rc = pd_lease_grant(d->leases, r->desc.run, r->desc.gen, send_run_blocks(r), r->plan.n_blocks, 0, d->s->now, o->lease, e);
+        o->leased = !rc;
+        rc = rc ? rc : pd_lease_fill(d->leases, o->lease, e);
+    }
+    struct pd_give g = { .desc = &r->desc, .blocks = send_run_blocks(r), .chunk_blocks = o->plan.chunk_blocks, .via = pd_chan_via(&d->c) };
+    memcpy(g.lease, o->lease, sizeof g.lease);
+    if (rc || (rc = pd_give(d->c.x, &g, d->s->now, &o->m, e)))
+        return rc;
+    pd_move_set(o->m, o);
+    snprintf(o->scheme, sizeof o->scheme, "%s", pd_move_scheme(o->m));
+    o->at = 0;
+    o->finished = false;
+    o->tries++;
+    if (!o->offered_us)
+        o->offered_us = d->s->now;
+    return 0;
+}
+
+static void unlease(struct send_out *o, const char *cause)
+{
+    if (o->leased)
+        pd_lease_revoke(o->d->leases, o->lease, cause, o->d->s->now, NULL);
+    o->leased = false;
+}
+
+/* It goes without its KV: the peer would not have it, or cannot. */
+static void give_up(struct send_out *o, const struct pd_err *why)
+{
+    send_bad(o->d->s, o->r->desc.run, why);
+    unlease(o, "given up");
+    o->released = false;
+    o->tries = UINT32_MAX;      /* waits for the kv record alone */
+}
+
+static bool pump_giving(struct send_out *o)
+{
+    struct send_dst *d = o->d;
+    struct send_run *r = o->r;
+    struct pd_err e = { 0 };
+    bool moved = false;
+    if (o->tries == UINT32_MAX) {
+        if (r->state != SR_CLOSED || o->m)
+            return false;
+        kv_alone(o);
+        return true;
+    }
+    if (!o->m) {
+        if (o->released) {      /* over the connection before */
+            o->state = SO_DONE;
+            return true;
+        }
+        if (d->state != SD_GIVING || pd_chan_raw_awaited(&d->c, d->s->now))
+            return false;
+        if (give(o, &e)) {
+            give_up(o, &e);
+            return true;
+        }
+        moved = true;
+    }
+    uint32_t from = o->at;
+    while (o->at < o->plan.n_chunks && send_run_has(r, o, o->at))
+        o->at++;
+    if (o->at > from) {
+        pd_give_ready(o->m, from, o->at - from);
+        if (!o->first_us)
+            o->first_us = d->s->now;
+        moved = true;
+    }
+    if (r->state == SR_CLOSED && !o->finished && o->at == o->plan.n_chunks) {
+        o->finished = moved = true;
+        if (pd_give_finish(o->m, &r->kv, &e) && e.code == PD_ENOMEM)
+            send_fatal(d->s, &e);
+    }
+    return moved;
+}
+
+void send_out_begin(struct send_out *o)
+{
+    if (o->d->state == SD_PLAIN)
+        put_desc(o, &o->r->desc);
+    o->state = SO_GOING;
+}
+
+bool send_out_pump(struct send_out *o)
+{
+    if (o->r->pass)
+        return false;
+    switch (o->d->state) {
+    case SD_PLAIN: return pump_plain(o);
+    case SD_DUMP: return pump_dump(o);
+    case SD_GIVING: case SD_DOWN: return pump_giving(o);
+    case SD_OVER: o->state = SO_DONE; return true;
+    default: return false;
+    }
+}
+
+void send_out_spoil(struct send_out *o)
+{
+    if (o->d->state == SD_PLAIN)
+        send_dst_unpin(o->d, o->r);
+    unlease(o, "its KV is damaged");    /* fences a move, whose last event comes */
+    o->state = SO_DONE;
+}
+
+static void on_event(struct send_dst *d, const struct pd_xfer_event *ev)
+{
+    struct send_out *o = ev->move ? pd_move_get(ev->move) : NULL;
+    struct send *s = d->s;
+    struct pd_err e = ev->err;
+    switch (ev->kind) {
+    case PD_XE_READY:
+        d->state = SD_GIVING;
+        d->relay = pd_hello_can(pd_xfer_peer(d->c.x), "relay");
+        pd_info("%s: KV goes by %s", d->spec, pd_xfer_via(d->c.x));
+        for (const struct send_kept *k = d->kept; k && d->relay; k = k->next)
+            say_kept(d, k);
+        return;
+    case PD_XE_ACCEPTED:
+        o->sent += ev->bytes;
+        o->skipped = o->plan.bytes - ev->bytes;
+        return;
+    case PD_XE_VERIFIED:
+        o->verified_us = s->now;
+        return;
+    case PD_XE_RELEASED: case PD_XE_FAILED: case PD_XE_CANCELLED:
+        o->m = NULL;
+        if (ev->kind == PD_XE_RELEASED || o->released) {
+            o->leased = false;
+            o->released = true;
+            o->state = SO_DONE;
+            d->drops_row = 0;
+        } else if (o->state == SO_GOING && pd_xfer_open(d->c.x))
+            give_up(o, &e);     /* a connection that is lost leaves it to the next one */
+        return;
+    default:
+        return;
+    }
+}
+
+/* ---- a connection that is gone ---- */
+
+static void down(struct send_dst *d, const char *why)
+{
+    struct send *s = d->s;
+    struct pd_xfer_event ev;
+    struct pd_err e;
+    bool again = pd_ep_dials(d->spec) || d->l;
+    pd_xfer_lost(d->c.x, why, s->now);
+    while (pd_xfer_event(d->c.x, &ev))
+        on_event(d, &ev);
+    d->drops++;
+    if (!again || ++d->drops_row > ROW_MAX) {
+        pd_fail(&e, PD_ECANCEL, "%s: the connection was lost%s: %s", d->spec, again ? " time and again" : "", why);
+        send_fatal(s, &e);
+        return;
+    }
+    pd_warn("%s: the connection was lost (%s); trying to go on for %lld ms", d->spec, why, (long long)(s->o.resume_us / 1000));
+    pd_chan_close(&d->c);
+    pd_endpoint_abort(&d->ep);
+    d->c.giving = true;
+    d->state = SD_DOWN;
+    d->until = s->now + s->o.resume_us;
+    d->again = s->now;
+}
+
+static bool redial(struct send_dst *d)
+{
+    struct send *s = d->s;
+    struct pd_err e = { 0 };
+    if (d->c.x)
+        return false;           /* it was dialled: hello is on its way */
+    if (s->now >= d->until) {
+        pd_fail(&e, PD_ETIME, "%s: the connection was lost, and there was no other within %lld ms (see --resume)", d->spec, (long long)(s->o.resume_us / 1000));
+        send_fatal(s, &e);
+        return true;
+    }
+    if (d->l || s->now < d->again)
+        return false;
+    d->again = s->now + AGAIN_US;
+    struct pd_net net = *s->o.net;
+    net.connect_us = 0;
+    if (pd_endpoint_open_out(d->spec, &net, &d->ep, &e))
+        return false;
+    pd_chan_of(&d->c, &d->ep, d->spec);
+    if (pd_chan_reader(&d->c, d->spec, s->o.max_record + 64, &e) || make_xfer(d, &e))
+        send_fatal(s, &e);
+    return true;
+}
+
+/* ---- its turn ---- */
+
+static bool read_records(struct send_dst *d)
+{
+    struct pd_rec rec;
+    struct pd_err e = { 0 };
+    bool moved = false, bad;
+    int rc = 2;
+    if (!d->c.readable)
+        return false;
+    d->c.readable = false;
+    while ((rc = pd_chan_next(&d->c, &rec, &bad, d->s->now, &e)) == 1) {
+        struct pd_carry y;
+        moved = true;
+        if (!d->c.x)
+            continue;           /* a plain receiver has nothing to say to us */
+        if (rec.kind == PD_K_CARRY && pd_carry_decode(rec.p, rec.n, &y, &e) == 0)
+            acked(d, y.seq);
+        else
+            pd_xfer_feed(d->c.x, rec.p, rec.n, d->s->now, &e);
+    }
+    if (rc == PD_ENOMEM)
+        send_fatal(d->s, &e);
+    return moved | d->c.eof;
+}
+
+static bool write_plain(struct send_dst *d)
+{
+    struct iovec v[PIECES];
+    struct pd_err e;
+    size_t wrote;
+    int n = pd_out_iov(&d->out, v, PIECES);
+    if (!n || d->c.fd < 0)
+        return false;
+    int rc = pd_chan_writev(&d->c, v, n, &wrote, &e);
+    if (rc < 0) {
+        pd_err_prefix(&e, "%s", strcmp(d->spec, "-") ? d->spec : "stdout");
+        send_fatal(d->s, &e);
+    }
+    pd_out_wrote(&d->out, wrote);
+    return wrote > 0;
+}
+
+static bool work_xfer(struct send_dst *d)
+{
+    struct send *s = d->s;
+    struct pd_xfer_event ev;
+    struct pd_err e = { 0 };
+    uint64_t before = pd_xfer_counts(d->c.x).bytes_out;
+    bool moved = false;
+    pd_xfer_tick(d->c.x, s->now);
+    pd_chan_raw(&d->c, s->now);
+    while (pd_xfer_event(d->c.x, &ev)) {
+        moved = true;
+        if (ev.kind != PD_XE_CLOSED) {
+            on_event(d, &ev);
+            continue;
+        }
+        if (d->state == SD_ASKING && ev.err.code == PD_ETIME) {
+            pd_warn("%s: the peer does not answer the hello of the transfer protocol; KV goes in a plain stream", d->spec);
+            to_plain(d);
+        } else if (d->state == SD_ASKING) {
+            pd_err_prefix(&ev.err, "%s", d->spec);
+            send_fatal(s, &ev.err);
+        } else
+            down(d, ev.err.msg);
+        return true;
+    }
+    if (pd_chan_flush(&d->c, s->now, &e) < 0 || d->c.eof) {
+        if (d->state == SD_ASKING) {
+            pd_fail(&e, PD_ECANCEL, "%s: the reader went away", d->spec);
+            send_fatal(s, &e);
+        } else if (d->end_sent && !d->kept)
+            d->state = SD_OVER; /* it had all, and closed first */
+        else
+            down(d, e.code ? e.msg : "the peer closed it");
+        return true;
+    }
+    moved |= pd_xfer_counts(d->c.x).bytes_out != before;
+    if (d->state == SD_GIVING && !pd_chan_alive(&d->c, SEND_SILENCE_US, s->now)) {
+        down(d, "the peer says nothing any more");
+        return true;
+    }
+    if (d->leases && s->now >= d->renew_at) {
+        d->renew_at = s->now + RENEW_US;
+        for (struct send_run *r = s->runs; r; r = r->next)
+            for (uint32_t i = 0; i < r->n_out; i++)
+                if (r->out[i].d == d && r->out[i].leased)
+                    pd_lease_renew(d->leases, r->out[i].lease, r->desc.gen, 0, s->now, NULL);
+        pd_leases_sweep(d->leases, s->now);
+    }
+    return moved;
+}
+
+bool send_dst_work(struct send_dst *d)
+{
+    bool moved = d->c.rs ? read_records(d) : false;
+    if (d->s->fatal.code)
+        return true;
+    switch (d->state) {
+    case SD_PLAIN:
+        if (d->c.socket && d->c.eof) {
+            struct pd_err e;
+            pd_fail(&e, PD_ECANCEL, "%s: the reader went away", d->spec);
+            send_fatal(d->s, &e);
+            return true;
+        }
+        return moved | write_plain(d);
+    case SD_ASKING:     /* what was put before the hello goes first */
+        if (write_plain(d))
+            return true;
+        return moved | (pd_out_iov(&d->out, &(struct iovec){ 0 }, 1) ? false : work_xfer(d));
+    case SD_GIVING: return moved | work_xfer(d);
+    case SD_DOWN: return moved | redial(d) | (d->c.x ? work_xfer(d) : false);
+    default: return moved;
+    }
+}
+
+int64_t send_dst_next(const struct send_dst *d)
+{
+    int64_t t = d->c.x ? pd_xfer_next(d->c.x) : INT64_MAX, now = d->s->now;
+    if (d->state == SD_DOWN && !d->c.x)
+        t = d->l ? d->until : d->again < d->until ? d->again : d->until;
+    if (d->c.x && now + 1000000 < t)
+        t = now + 1000000;      /* signs of life, leases */
+    if (d->c.raw < 0 && d->c.raw_again > now && d->c.raw_again < t)
+        t = d->c.raw_again;
+    return t;
+}
+
+/* ---- the end ---- */
+
+bool send_dst_finish(struct send_dst *d)
+{
+    switch (d->state) {
+    case SD_PLAIN: return !pd_out_iov(&d->out, &(struct iovec){ 0 }, 1) && pd_chan_drained(&d->c);
+    case SD_GIVING: case SD_DOWN:
+        if (d->relay && !d->end_sent) {
+            d->end_sent = true;
+            carry(d, NULL, 0, true);
+        }
+        return d->state == SD_GIVING && !d->kept && !pd_xfer_counts(d->c.x).moves;
+    case SD_DUMP: case SD_OVER: return true;
+    default: return false;
+    }
+}
+
+int send_dst_commit(struct send_dst *d, struct pd_err *e)
+{
+    struct pd_err why;
+    int rc = 0;
+    if (d->lost) {
+        pd_fail(&why, PD_EFAIL, "%s: %llu records that are no KV have no place there", d->spec, (unsigned long long)d->lost);
+        send_bad(d->s, NULL, &why);
+    }
+    if (d->dump) {
+        if (pd_dump_runs(d->dump) || !*d->s->status)
+            rc = pd_dump_commit(d->dump, e);
+        else
+            pd_dump_abort(d->dump);     /* every run failed: there is nothing to keep */
+        d->dump = NULL;
+    }
+    if (!rc && (d->ep.fd >= 0 || d->ep.tls))
+        rc = pd_endpoint_commit(&d->ep, e);
+    return rc;
+}
+
+void send_dst_free(struct send_dst *d)
+{
+    pd_dump_abort(d->dump);
+    while (d->kept)
+        acked(d, UINT64_MAX);
+    pd_out_free(&d->out);
+    pd_buf_free(&d->json);
+    pd_chan_close(&d->c);
+    pd_leases_free(d->leases);
+    pd_buf_free(&d->fp);
+    pd_endpoint_abort(&d->ep);
+}

@@ -1,0 +1,272 @@
+#include "../base/clock.h"
+#include "../base/log.h"
+#include "../model/dtype.h"
+#include "sender_in.h"
+
+/* ---- where KV lies ---- */
+
+struct send_store *send_store_of(struct send *s, const struct pd_kv_layout *l, struct pd_err *e)
+{
+    struct pd_pool_geom g = { .layers = (int)l->layers, .kv_heads = (int)l->kv_heads, .head_dim = (int)l->head_dim, .block_size = (int)l->block_size };
+    if (pd_layout_check(l, e))
+        return NULL;
+    for (struct send_store *st = s->stores; st; st = st->next)
+        if (st->layout.layout_hash == l->layout_hash)
+            return st;
+    struct send_store *st = pd_calloc(1, sizeof *st, "KV pool", e);
+    if (!st)
+        return NULL;
+    st->layout = *l;
+    pd_kv_dtype_parse(l->dtype, &g.dtype);
+    if (pd_pool_new(&g, s->o.kv_mem, &st->pool, e)) {
+        pd_free(st);
+        return NULL;
+    }
+    st->next = s->stores;
+    s->stores = st;
+    return st;
+}
+
+/* ---- a run ---- */
+
+struct send_run *send_run_new(struct send_src *c, const void *offer, size_t n, struct pd_err *e)
+{
+    struct send *s = c->s;
+    uint32_t n_out = c->probe ? 0 : s->n_dst;
+    struct send_run *r = pd_calloc(1, sizeof *r + n_out * sizeof *r->out, "run", e);
+    if (!r)
+        return NULL;
+    r->s = s;
+    r->src = c;
+    r->drop = c->probe;
+    r->n_out = n_out;
+    r->came_us = s->now;
+    for (uint32_t i = 0; i < n_out; i++)
+        r->out[i] = (struct send_out){ .r = r, .d = &s->dst[i] };
+    int rc = pd_kvdesc_decode(offer, n, &r->mem, &r->desc, e);
+    rc = rc ? rc : pd_buf_add(&r->offer, offer, n, e);
+    if (!rc && !(r->st = send_store_of(s, &r->desc.layout, e)))
+        rc = pd_err_prefix(e, "run %s", r->desc.run);
+    if (rc) {
+        pd_arena_free(&r->mem);
+        pd_buf_free(&r->offer);
+        pd_free(r);
+        return NULL;
+    }
+    *s->runs_end = r;
+    s->runs_end = &r->next;
+    return r;
+}
+
+struct send_run *send_run_find(struct send *s, const char *run, const uint8_t *gen)
+{
+    for (struct send_run *r = s->runs; r; r = r->next)
+        if (!strcmp(r->desc.run, run) && (!gen || !memcmp(r->desc.gen, gen, PD_GEN_LEN)))
+            return r;
+    return NULL;
+}
+
+void send_run_free(struct send_run *r)
+{
+    for (uint32_t i = 0; i < r->n_out; i++)
+        send_dst_unpin(r->out[i].d, r);
+    if (r->src && r->src->waits == r)
+        r->src->waits = NULL;
+    for (uint32_t i = 0; i < r->n_blocks; i++)
+        pd_pool_put(r->st->pool, r->blocks[i]);
+    pd_free(r->blocks);
+    pd_import_free(r->im);
+    pd_buf_free(&r->offer);
+    pd_arena_free(&r->mem);
+    pd_arena_free(&r->kv_mem);
+    pd_free(r);
+}
+
+static const struct pd_import *import_of(const struct send_run *r) { return r->m ? pd_take_import(r->m) : r->im; }
+
+const uint32_t *send_run_blocks(const struct send_run *r)
+{
+    const struct pd_import *im = r->blocks ? NULL : import_of(r);
+    return r->blocks ? r->blocks : im ? pd_import_blocks(im) : NULL;
+}
+
+bool send_run_has(const struct send_run *r, const struct send_out *o, uint32_t chunk)
+{
+    const struct pd_import *im = r->blocks ? NULL : import_of(r);
+    uint32_t layer = chunk % o->plan.layers, block0 = chunk / o->plan.layers * o->plan.chunk_blocks, end = block0 + o->plan.chunk_blocks;
+    if (r->blocks)
+        return true;
+    if (!im)
+        return false;
+    end = end < r->plan.n_blocks ? end : r->plan.n_blocks;
+    for (uint32_t q = block0 / r->plan.chunk_blocks; q * r->plan.chunk_blocks < end; q++)
+        if (!pd_import_has(im, q * r->plan.layers + layer))
+            return false;
+    return true;
+}
+
+int send_desc_out(const struct send_run *r, const struct send_out *o, const struct pd_kvdesc *d, struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_kvdesc out = *d;
+    out.lease = (struct pd_bin){ NULL, 0 };
+    out.payload = (struct pd_payload){ .scheme = "inline", .bytes = o->plan.bytes, .chunk_bytes = o->plan.chunk_bytes, .n_chunks = o->plan.n_chunks,
+                                       .chunk_blocks = o->plan.chunk_blocks, .codec = "none" };
+    (void)r;
+    return pd_kvdesc_encode(&out, b, e);
+}
+
+/* ---- its life ---- */
+
+/* Chunks can go on as they come when each receiver reads a plain stream and nobody asked for chunks of another size. */
+static bool can_pass(const struct send_run *r)
+{
+    if (r->m || r->src->state == SS_TAKING || r->s->o.chunk_bytes)
+        return false;
+    for (uint32_t i = 0; i < r->n_out; i++)
+        if (r->out[i].d->state != SD_PLAIN)
+            return false;
+    return true;
+}
+
+static uint32_t chunk_blocks_out(const struct send_run *r)
+{
+    uint64_t want = r->s->o.chunk_bytes, per = 2 * (uint64_t)pd_pool_layer_bytes(r->st->pool), n = want / per;
+    return !want ? r->plan.chunk_blocks : n < 1 ? 1 : n > r->plan.n_blocks ? r->plan.n_blocks : (uint32_t)n;
+}
+
+/* Is something of this pool going to be free by itself? Not by runs that wait for what comes after the one in hand. */
+static bool will_be_room(const struct send *s, const struct send_run *r)
+{
+    for (const struct send_run *o = s->runs; o; o = o->next)
+        if (o != r && o->st == r->st && !o->pass && (o->state == SR_CLOSED || o->state == SR_SPOILT || (o->state == SR_OPEN && o->src != r->src) || o->m))
+            return true;
+    return false;
+}
+
+static void refuse(struct send_run *r, const struct pd_err *why)
+{
+    if (r->m)
+        pd_take_refuse(r->m, why->code, why->msg, r->s->now);
+    send_run_spoil(r, why);
+}
+
+bool send_run_begin(struct send_run *r)
+{
+    struct send *s = r->s;
+    struct pd_err e = { 0 };
+    bool ready = true;
+    if (r->state != SR_NEW || !r->src || (r->src->state != SS_PLAIN && !r->m))
+        return false;
+    for (uint32_t i = 0; i < r->n_out; i++)
+        ready &= send_dst_ready(r->out[i].d, r);
+    if (!ready)
+        return false;
+    r->pass = can_pass(r);
+    int rc = pd_plan_make(&r->desc.layout, r->desc.n_tokens, r->desc.payload.chunk_blocks, &r->plan, &e);
+    struct pd_pool_stats st = pd_pool_stats(r->st->pool);
+    if (!rc && !r->pass && !r->im && r->plan.n_blocks > st.max - st.used) {
+        if (r->plan.n_blocks <= st.max && will_be_room(s, r))
+            return false;
+        rc = pd_fail(&e, PD_ENOMEM, "run %s: its KV of %llu bytes has no room in the %lld bytes that are kept (see --kv-mem)", r->desc.run,
+                     (unsigned long long)r->plan.bytes, (long long)s->o.kv_mem);
+    }
+    if (rc) {
+        refuse(r, &e);
+        return true;
+    }
+    if (r->m) {
+        struct pd_take t = { .resume = r->im };
+        r->im = NULL;
+        r->state = SR_OPEN;             /* a failure is told by the move's last event */
+        pd_take(r->m, &t, s->now, &e);
+        if (r->state != SR_OPEN)
+            return true;
+    } else {
+        struct pd_import_opts o = { .look = r->pass };
+        if ((rc = pd_import_begin_with(r->st->pool, &r->desc, &o, &r->im, NULL, &e))) {
+            send_run_spoil(r, &e);
+            return true;
+        }
+        r->state = SR_OPEN;
+    }
+    if (r->src->waits == r)
+        r->src->waits = NULL;
+    for (uint32_t i = 0; i < r->n_out; i++) {
+        struct send_out *o = &r->out[i];
+        if (o->state != SO_NEW)
+            continue;
+        if (r->pass) {
+            send_dst_put(o->d, r->offer.p, r->offer.n);
+            o->state = SO_GOING;
+        } else if (pd_plan_make(&r->desc.layout, r->desc.n_tokens, chunk_blocks_out(r), &o->plan, &e)) {
+            send_run_spoil(r, &e);
+            return true;
+        } else
+            send_out_begin(o);
+    }
+    pd_buf_free(&r->offer);
+    return true;
+}
+
+void send_run_spoil(struct send_run *r, const struct pd_err *why)
+{
+    if (r->state == SR_SPOILT)
+        return;
+    if (why)
+        send_bad(r->s, r->desc.run, why);
+    r->state = SR_SPOILT;
+    if (r->src && r->src->waits == r)
+        r->src->waits = NULL;
+    for (uint32_t i = 0; i < r->n_out; i++)
+        send_out_spoil(&r->out[i]);
+    pd_import_free(r->im);
+    r->im = NULL;
+}
+
+int send_run_close(struct send_run *r, const void *kv, size_t n, struct pd_err *e)
+{
+    int rc = pd_kvdesc_decode(kv, n, &r->kv_mem, &r->kv, e);
+    if (rc)
+        return rc;
+    r->closed_us = pd_mono_us();
+    r->state = SR_CLOSED;
+    return 0;
+}
+
+/* Nothing of it is wanted any more. A spoilt one of a plain stream is kept until its kv record came, so that the rest of its chunks is known. */
+static bool over(const struct send_run *r)
+{
+    if (r->m || (r->state != SR_CLOSED && r->state != SR_SPOILT))
+        return false;
+    if (r->state == SR_SPOILT && r->src && r->src->state == SS_PLAIN && !r->kv_came)
+        return false;
+    for (uint32_t i = 0; i < r->n_out; i++)
+        if (r->out[i].state != SO_DONE || r->out[i].m)
+            return false;
+    return true;
+}
+
+bool send_runs_pump(struct send *s)
+{
+    bool moved = false;
+    for (struct send_run **at = &s->runs, *r; (r = *at);) {
+        moved |= send_run_begin(r);
+        for (uint32_t i = 0; i < r->n_out && (r->state == SR_OPEN || r->state == SR_CLOSED); i++)
+            if (r->out[i].state == SO_GOING)
+                moved |= send_out_pump(&r->out[i]);
+        if (!over(r)) {
+            at = &r->next;
+            continue;
+        }
+        if (r->state == SR_CLOSED) {
+            s->runs_passed++;
+            s->bytes_passed += r->plan.bytes;
+        }
+        *at = r->next;
+        if (s->runs_end == &r->next)
+            s->runs_end = at;
+        send_run_free(r);
+        moved = true;
+    }
+    return moved;
+}

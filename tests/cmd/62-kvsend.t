@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""pd-kvsend between every two kinds of ends: what decode makes of it is what the direct pipe gives, to the bit."""
+import os
+import socket
+import subprocess
+import tempfile
+
+import tap
+from tap import B, decode, lines, ok, prefill, records, results, run
+
+tmp = tempfile.mkdtemp()
+REQS = [{"id": i, "prompt": f"word {i} " * (i + 1), "max_tokens": 1 if i == 3 else 6, "seed": i, "logprobs": True} for i in range(12)]
+REQS.append({"id": "local", "prompt": "not yet prefilled", "max_tokens": 4, "temperature": 0})      # put in as a request: it passes through
+
+
+def kvsend(*args):
+    return [f"{B}/bin/pd-kvsend", *args]
+
+
+def key(out):
+    return sorted((str(r["id"]), r["tokens"], r["text"], r["finish_reason"], r.get("logprobs"), r["mode"], r["fallback"]) for r in results(out))
+
+
+def start(cmd, **kw):
+    return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kw)
+
+
+x = run(prefill(), lines(REQS[:-1]))
+# A bare request in front, and a record of a kind that nobody knows, in the middle.
+KV = run([f"{B}/bin/pd-trace", "cat", "--format", "msgpack"], lines(REQS[-1:])).stdout + b"\x83\xa2pd\xa6future\xa1v\x01\xa1x\xc4\x03abc" + x.stdout
+open(f"{tmp}/a.kv", "wb").write(KV)
+direct = run(decode("--format", "json"), KV)
+REF = key(direct.stdout)
+ok(direct.returncode == 0 and len(REF) == len(REQS), "the direct pipe gives what is compared with", direct.stderr)
+
+
+def same(out, name, err=b""):
+    return ok(key(out) == REF and any(r.get("pd") == "future" for r in records(out)), name, (err, out[-600:]))
+
+
+# ---- plain streams
+x = run(kvsend(), KV)
+ok(x.returncode == 0 and x.stdout == KV and not x.stderr, "pipe to pipe: the same bytes", x.stderr)
+x = run(kvsend("-i", f"{tmp}/a.kv", "-o", f"{tmp}/b.kv"))
+ok(x.returncode == 0 and open(f"{tmp}/b.kv", "rb").read() == KV, "file to file: the same bytes", x.stderr)
+for chunk in ("1", "3KiB", "64MiB"):
+    x = run(kvsend("--chunk", chunk), KV)
+    y = run(decode("--format", "json"), x.stdout)
+    same(y.stdout, f"--chunk {chunk}: the same", x.stderr + y.stderr)
+x = run(kvsend("--format", "json"), KV)
+y = run(kvsend("--chunk", "4KiB", "--format", "json"), x.stdout)
+z = run(decode("--format", "json"), y.stdout)
+same(z.stdout, "as JSON Lines, with other chunks: the same", x.stderr + y.stderr + z.stderr)
+x = run(kvsend("-o", f"{tmp}/1.kv", "-o", f"{tmp}/2.kv", "-o", "-"), KV)
+ok(x.stdout == KV and open(f"{tmp}/1.kv", "rb").read() == KV and open(f"{tmp}/2.kv", "rb").read() == KV, "several receivers: each gets everything", x.stderr)
+
+# ---- dumps
+long = lines([{"id": 1, "prompt": "hello " * 40, "max_tokens": 8, "seed": 1}, {"id": 2, "prompt": "there", "max_tokens": 8, "seed": 2}])
+ref2 = key(run(decode("--format", "json"), run(prefill(), long).stdout).stdout)
+x = run(kvsend("-o", f"{tmp}/a.h5"), run(prefill(), long).stdout)
+y = run(decode("--format", "json", "-i", f"{tmp}/a.h5"))
+ok(x.returncode == 0 and key(y.stdout) == ref2, "into a dump: decode goes on from it", x.stderr + y.stderr)
+run(prefill("-o", f"{tmp}/b.h5"), long)
+d = [run([f"{B}/bin/pd-trace", "kv", "diff", f"{tmp}/a.h5", f"{tmp}/{n}.h5"]) for n in ("a", "b")]
+ok(d[0].returncode == 0, "and it is a whole one", d[0].stderr)
+x = run(kvsend("-i", f"{tmp}/a.h5"))
+y = run(decode("--format", "json"), x.stdout)
+ok(x.returncode == 0 and key(y.stdout) == ref2, "from a dump", x.stderr + y.stderr)
+x = run(kvsend("-i", f"{tmp}/a.h5", "-o", f"{tmp}/c.h5"))
+ok(x.returncode == 0 and key(run(decode("--format", "json", "-i", f"{tmp}/c.h5")).stdout) == ref2, "from a dump into a dump", x.stderr)
+
+# ---- sockets: plain at the far end, and two of a kind, who dials and who listens, shm and inline
+for way in ("unix", "unix-listen"):
+    other = "unix" if way == "unix-listen" else "unix-listen"
+    d = start(decode("--format", "json", "-i", f"{way}:{tmp}/s"))
+    x = run(kvsend("-i", f"{tmp}/a.kv", "-o", f"{other}:{tmp}/s"))
+    out, err = d.communicate(timeout=60)
+    same(out, f"to decode on {way}, which speaks no transfer protocol: the same", x.stderr + err)
+    ok(x.returncode == 0 and b"does not answer the hello" in x.stderr, "and it says so", x.stderr)
+    p = start(prefill("-o", f"{way}:{tmp}/s"), stdin=subprocess.PIPE)
+    x = start(kvsend("-i", f"{other}:{tmp}/s"))
+    p.stdin.write(lines(REQS[:-1]).encode())
+    p.stdin.close()
+    y = run(decode("--format", "json"), x.stdout.read())
+    ok(p.wait() == 0 and x.wait() == 0 and key(y.stdout) == [r for r in REF if r[0] != "local"], f"from prefill on {way}: the same", x.stderr.read() + y.stderr)
+    for via in ("shm", "inline", "shm,inline"):
+        x = start(kvsend("-v", "-i", f"{other}:{tmp}/s"))
+        p = start(kvsend("-v", "--via", via, "-i", f"{tmp}/a.kv", "-o", f"{way}:{tmp}/s"))
+        y = run(decode("--format", "json"), x.stdout.read())
+        err = x.stderr.read() + p.stderr.read()
+        same(y.stdout, f"two of them, the sender's end {way}, --via {via}: the same", err + y.stderr)
+        ok(p.wait() == 0 and x.wait() == 0 and f"KV comes by {via.split(',')[0]}".encode() in err, "and by that way", err)
+        ok(not os.path.exists(f"{tmp}/s"), "and the socket's name is gone")
+
+# ---- TCP, in the clear on this host and with keys
+def port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+with open(f"{tmp}/keys", "w") as f:
+    f.write("a " + "5a" * 32 + "\n")
+os.chmod(f"{tmp}/keys", 0o600)
+with open(f"{tmp}/others", "w") as f:
+    f.write("a " + "5b" * 32 + "\n")
+os.chmod(f"{tmp}/others", 0o600)
+for keys in ([], ["--key-file", f"{tmp}/keys"]):
+    what = "with keys" if keys else "in the clear"
+    for way, other in (("tcp", "tcp-listen"), ("tcp-listen", "tcp")):
+        at = f"127.0.0.1:{port()}"
+        x = start(kvsend("-v", *keys, "-i", f"{other}:{at}"))
+        p = start(kvsend("-v", *keys, "-i", f"{tmp}/a.kv", "-o", f"{way}:{at}"))
+        y = run(decode("--format", "json"), x.stdout.read())
+        err = x.stderr.read() + p.stderr.read()
+        same(y.stdout, f"two of them over TCP {what}, the sender's end {way}: the same", err + y.stderr)
+        ok(p.wait() == 0 and x.wait() == 0 and b"KV comes by" in err, "by the transfer protocol", err)
+    at = f"127.0.0.1:{port()}"
+    d = start(decode("--format", "json", *keys, "-i", f"tcp-listen:{at}"))
+    x = run(kvsend(*keys, "-i", f"{tmp}/a.kv", "-o", f"tcp:{at}"))
+    out, err = d.communicate(timeout=60)
+    same(out, f"to decode over TCP {what}, which speaks no transfer protocol: the same", x.stderr + err)
+at = f"127.0.0.1:{port()}"
+x = start(kvsend(*keys, "-i", f"tcp-listen:{at}"))
+p = run(kvsend("--key-file", f"{tmp}/others", "-i", f"{tmp}/a.kv", "-o", f"tcp:{at}"))
+q = run(kvsend("--connect-timeout", "1s", "--resume", "100ms", "-i", f"{tmp}/a.kv", "-o", f"tcp:{at}"))
+r = start(kvsend(*keys, "-i", f"{tmp}/a.kv", "-o", f"tcp:{at}"))
+y = run(decode("--format", "json"), x.stdout.read())
+ok(p.returncode not in (0, -1) and q.returncode not in (0, -1), "a wrong key and no key get nowhere", (p.returncode, q.returncode, p.stderr, q.stderr))
+same(y.stdout, "and take no place of one that has the right one", r.stderr.read() + x.stderr.read() + y.stderr)
+ok(r.wait() == 0 and x.wait() == 0, "which goes well")
+
+a = start(kvsend("-i", f"unix-listen:{tmp}/s1", "-o", f"unix:{tmp}/s2"))
+b = start(kvsend("-i", f"unix-listen:{tmp}/s2", "-o", f"unix:{tmp}/s3", "--chunk", "2KiB"))
+c = start(kvsend("-i", f"unix-listen:{tmp}/s3"))
+p = run(prefill("-o", f"unix:{tmp}/s1"), lines(REQS[:-1]))
+y = run(decode("--format", "json"), c.stdout.read())
+ok([q.wait() for q in (a, b, c)] == [0, 0, 0] and key(y.stdout) == [r for r in REF if r[0] != "local"], "a chain of three: the same",
+   p.stderr + b"".join(q.stderr.read() for q in (a, b, c)) + y.stderr)
+
+# ---- several senders, several receivers
+c = start(kvsend("-i", f"unix-listen:{tmp}/s", "--peers", "3"))
+senders = [start(kvsend("-o", f"unix:{tmp}/s"), stdin=subprocess.PIPE) for _ in range(3)]
+for i, s in enumerate(senders):
+    s.stdin.write(run(prefill(), lines(REQS[4 * i:4 * i + 4])).stdout)
+    s.stdin.close()
+y = run(decode("--format", "json"), c.stdout.read())
+ok([s.wait() for s in senders] == [0, 0, 0] and c.wait() == 0 and key(y.stdout) == [r for r in REF if r[0] != "local"], "three senders at one listening end: the same",
+   c.stderr.read() + y.stderr)
+rx = [start(kvsend("-i", f"unix-listen:{tmp}/r{i}", "-o", f"{tmp}/r{i}.kv")) for i in range(2)]
+x = run(kvsend("-i", f"{tmp}/a.kv", "-o", f"unix:{tmp}/r0", "-o", f"unix:{tmp}/r1", "-o", f"{tmp}/r2.h5"))
+ok([r.wait() for r in rx] == [0, 0] and x.returncode == 1 and b"no place" in x.stderr, "two receivers by transfer and a dump, which has no place for what is no KV",
+   x.stderr + b"".join(r.stderr.read() for r in rx))
+for i in range(2):
+    same(run(decode("--format", "json", "-i", f"{tmp}/r{i}.kv")).stdout, f"receiver {i}: the same")
+
+# ---- bad input
+bad = bytearray(KV)
+at = KV.index(b"\xa4data") + 40
+bad[at] ^= 1
+for args in ([], ["--chunk", "3KiB"]):
+    x = run(kvsend(*args), bytes(bad))
+    y = run(decode("--format", "json"), x.stdout)
+    ok(x.returncode == 4 and b"checksum" in x.stderr, f"a flipped bit {args}: exit 4, by name", x.stderr)
+    got = {r[0]: r for r in key(y.stdout)}
+    ok(len(got) == len(REF) and sorted(r[:5] for r in got.values()) == [r[:5] for r in REF] and sum(r[6] is not None for r in got.values()) == 1,
+       "that run alone is computed again, to the same bits", y.stdout[-500:])
+c = start(kvsend("-i", f"unix-listen:{tmp}/s"))
+x = run(kvsend("-o", f"unix:{tmp}/s"), bytes(bad))
+y = run(decode("--format", "json"), c.stdout.read())
+ok(x.returncode == 4 and sorted(r[:5] for r in key(y.stdout)) == [r[:5] for r in REF], "the same by transfer", x.stderr + c.stderr.read() + y.stderr)
+c.wait()
+x = run(kvsend(), KV[:-30])
+ok(x.returncode == 4 and b"ends inside a record" in x.stderr and len(x.stderr.splitlines()) <= 2, "a cut stream: exit 4, and where", x.stderr)
+ok(key(run(decode("--format", "json"), x.stdout).stdout) != REF and KV.startswith(x.stdout), "and what was whole went on")
+x = run(kvsend(), b"\x93\x01\x02\x03")
+ok(x.returncode == 4, "no records at all", x.stderr)
+x = run(kvsend(), b"")
+ok(x.returncode == 0 and x.stdout == b"", "an empty stream is fine", x.stderr)
+stray = KV[KV.index(b"\x8d\xa2pd\xa5chunk") if b"\x8d\xa2pd\xa5chunk" in KV else KV.index(b"\xa2pd\xa5chunk") - 1:]
+x, y = run(kvsend(), stray), run(kvsend("-k"), stray)
+ok(x.returncode == 4 and b"not being received" in x.stderr, "chunks of no run: exit 4", x.stderr)
+ok(y.returncode in (0, 4) and b"were dropped" in y.stderr and b"not being received" not in y.stderr, "-k counts them", y.stderr)
+for args, what in ((["--via", "pigeon"], b"--via"), (["--peers", "0"], b"--peers"), (["--chunk", "x"], b"--chunk"), (["--kv-mem", "1"], b"--kv-mem"), (["--resume", "5"], b"--resume"),
+                   (["a"], b"'a'"), (["-i", "tcpp:"], b"tcpp:")):
+    x = run(kvsend(*args))
+    ok(x.returncode in (1, 2) and what in x.stderr and len(x.stderr.splitlines()) == 1, f"{' '.join(args)}: one line, status 2", x.stderr)
+tap.done()
