@@ -44,7 +44,8 @@ def one(victim, when, via):
     R.close()
     R = Router()
     second = ask(R, P, D)
-    free = [w.until({"runs": 0, "blocks_used": 0, "moves": 0}, 5) for w in (P, D)]
+    # An offer of a run that D has lost waits there for 5 s, as there is no router to cancel it.
+    free = [w.until({"runs": 0, "blocks_used": 0, "moves": 0}, 9) for w in (P, D)]
     R.close()
     return first, second, all(f for f, _ in free) or [g for f, g in free if not f], P.end()[0], D.end()[0]
 
