@@ -331,7 +331,11 @@ static int on_side(struct pd_check *c, struct run *r, const struct pd_log_rec *r
     int rc = 0;
     if (id == PD_ST_FIRST_TOKEN_EARLY && p->rank > PD_R_WORKER)
         seen &= ~B(DECODE_STARTED);     /* its worker has begun by now, and the router has not seen anything of it */
-    if (s->barred & OUT && id != PD_ST_FIRST_TOKEN_EARLY && r->out.state && (r->out_by >= r->top || r->out.state == PD_ST_FIRST_TOKEN_EARLY)) {
+    /* An early first token does not keep its decode worker from computing the prompt when the KV does not come: the stream stays where it is. */
+    bool in_its_place = id == PD_ST_FALLBACK && p->rank == PD_R_WORKER && r->seen & B(FIRST_TOKEN_EARLY) && !(r->seen & B(DECODE_STARTED));
+    if (in_its_place)
+        seen &= ~OUT;
+    if (!in_its_place && s->barred & OUT && id != PD_ST_FIRST_TOKEN_EARLY && r->out.state && (r->out_by >= r->top || r->out.state == PD_ST_FIRST_TOKEN_EARLY)) {
         struct pd_finding f = finding("boundary", run_name(r), &r->out, ref, "%s after the first token went out: only migrated, or an end, may follow",
             state_name(id));
         rc = tell(c, &f, e);

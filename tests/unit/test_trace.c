@@ -188,6 +188,9 @@ static const struct { const char *name, *log, *want; } cases[] = {
     { "migrated with the KV", ROUTED UP "d1 starting;" P_WORK("p0") D_WORK("d0") "r streaming n=1; r migrated;" D_WORK("d1") "r streaming pos=1 n=2; r completed n=3; d1 gone;" DOWN "r gone", "" },
     { "first token early", ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; r first_token_early; r streaming n=1; p0 kv_published;" D_WORK("d0") "d0 streaming n=3;"
       "r streaming pos=1 n=2; r completed n=3;" DOWN "r gone", "" },
+    { "first token early, the KV does not come", ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; p0 kv_published; d0 kv_transfer_started; r first_token_early;"
+      "r streaming n=1; p0 gone; d0 fallback; d0 prefill_started; d0 prefill_completed; d0 decode_started; d0 streaming n=3; r streaming pos=1 n=2; r completed n=3; d0 gone;"
+      "r gone", "" },
     { "cancelled, a transfer just ends", UP PRE "p0 kv_published; d0 kv_transfer_started parent=1; p0 cancelled; d0 kv_transfer_completed t=200;" DOWN, "" },
     { "leases", UP "p0 lease_granted lease=1 gen=1; d0 lease_read lease=1; p0 lease_renewed lease=1; p0 lease_released lease=1; p0 lease_granted gen=7; p0 lease_expired gen=7;"
       "p0 lease_granted lease=2; p0 lease_revoked lease=2; p0 reaped lease=2;" DOWN, "" },
@@ -204,6 +207,11 @@ static const struct { const char *name, *log, *want; } cases[] = {
     { "migrated before anything ran", UP "p0 accepted; p0 prefill_started; p0 migrated; p0 failed;" DOWN, "order" },
     { "retry after the first token", UP REMOTE "d0 streaming n=1; d0 retry; d0 failed;" DOWN, "boundary" },
     { "fallback after an early first token", ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; r first_token_early; r streaming n=1; r fallback; r failed;" DOWN "r gone", "boundary" },
+    { "fallback when more than the early token may be out", ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; p0 kv_published; r first_token_early; r streaming n=1;"
+      D_WORK("d0") "d0 streaming n=3; r streaming pos=1 n=2; d0 fallback; r failed;" DOWN "r gone", "boundary" },
+    { "two fallbacks after an early first token", ROUTED UP "p0 prefill_started parent=1; p0 prefill_completed; p0 kv_published; r first_token_early; r streaming n=1;"
+      "d0 fallback; d0 prefill_started; d0 fallback; d0 prefill_started; d0 prefill_completed; d0 decode_started; d0 streaming n=3; r streaming pos=1 n=2; r completed n=3;"
+      DOWN "r gone", "order" },
     { "goes on after its end", UP REMOTE TOKENS "d0 streaming pos=5 n=1;" DOWN, "after_end" },
     { "ends twice", UP REMOTE TOKENS "d0 failed;" DOWN, "after_end" },
     { "another goes on long after the end", UP PRE "p0 kv_published; d0 kv_transfer_started parent=1; p0 failed; d0 kv_transfer_completed t=2000;" DOWN,
