@@ -2,14 +2,16 @@
 #include "../libcommon/base/opt.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/engine/prefiller.h"
+#include "../libcommon/model/dtype.h"
 #include "../libcommon/serve/giver.h"
 #include "../libcommon/serve/register.h"
 #include "../libcommon/wire/endpoint.h"
 #include "../libcommon/xfer/transport.h"
 
-static char *kv, *via, *lease;
+static char *kv, *codec, *via, *lease;
 static struct poptOption options[] = {
     { "kv", '\0', POPT_ARG_STRING, &kv, 0, "how the KV travels: inline (default: in the stream)", "SCHEME" },
+    { "codec", '\0', POPT_ARG_STRING, &codec, 0, "KV in the stream: none (default), zstd, or auto (zstd where the reader is slower than the coding)", "NAME" },
     { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may go, best first (default shm,inline)", "SCHEMES" },
     { "lease", '\0', POPT_ARG_STRING, &lease, 0, "as a daemon: how long published KV is kept for a decode worker (default 30s)", "TIME" },
     PD_DAEMON_OPTIONS,
@@ -37,8 +39,8 @@ static int serve(struct pd_err *e)
     int rc = max < 0 ? e->code : pd_daemon_from_cli(&o, e);
     if (rc < 0)
         return rc;
-    if (pd_cli.in || pd_cli.out || pd_cli.format || kv || pd_engine_cli.lines)
-        return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --kv and --lines are for filters (KV goes where each request's route says)");
+    if (pd_cli.in || pd_cli.out || pd_cli.format || kv || codec || pd_engine_cli.lines)
+        return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --kv, --codec and --lines are for filters (KV goes where each request's route says)");
     if (lease && (pd_parse_duration(lease, &lease_us, e) < 0 || lease_us < 100000))
         return pd_fail(e, PD_EUSAGE, "--lease: '%s' is not a time of 100ms or more (example: --lease 30s)", lease);
     if (via && (rc = pd_via_check(via, e)) < 0)
@@ -79,15 +81,24 @@ static int run(const char **args, int *status, struct pd_err *e)
                                      "(add --listen unix:PATH)");
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
+    struct pd_prefill_opts o = { .max_record = (size_t)pd_cli_max_record(e) };
+    if (codec && !pd_codec_parse(codec, &o.codec))
+        return pd_fail(e, PD_EUSAGE, "--codec: '%s' is unknown (" PD_CODEC_LIST ")", codec);
+    if (codec && pd_endpoint_is_h5(to))
+        return pd_fail(e, PD_EUSAGE, "--codec: it is for KV in a stream; a dump has its own");
     if ((rc = pd_engine_open("prefill", &rt, e)) < 0 || (rc = pd_engine_trace("prefill", &rt, &trace, e)) < 0)
         goto out;
+    if (o.codec == PD_CODEC_ZSTD && !pd_codec_fits(pd_kv_dtype_name(pd_pool_geom(rt.pool)->dtype))) {
+        rc = pd_fail(e, PD_EUSAGE, "--codec zstd: it is for KV of f16 or bf16, and this model's is f32 (use --kv-dtype bf16, or --codec auto)");
+        goto out;
+    }
     if (pd_endpoint_is_h5(to))
         rc = pd_dump_create(to, &dump, e);
     else if ((rc = pd_endpoint_open_out(to, net, &out, e)) == 0 && (rc = pd_engine_check_tty(out.fd, false, e)) == 0)
         rc = pd_wstream_of(&out, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e);
     if (rc < 0 || (rc = pd_endpoint_open_in(from, net, &in, e)) < 0 || (rc = pd_engine_reader(&in, from, &rs, e)) < 0)
         goto out;
-    struct pd_prefill_opts o = { .seed = pd_engine_cli.seed, .max_record = (size_t)pd_cli_max_record(e) };
+    o.seed = pd_engine_cli.seed;
     rc = pd_prefill_run(&rt, &o, rs, ws, dump, trace, status, e);
     if (ws) {
         int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);

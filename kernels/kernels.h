@@ -84,6 +84,12 @@ struct pd_kernels {
     void (*exp_sub)(float *out, const float *x, int n, float max, float *sum);          /* out = exp(x - max), *sum in 16-lane order */
     float (*max)(const float *x, int n);
 
+    /* The KV plane's: values stay as they are. split16: n 16-bit numbers turned left by one bit, their upper and lower bytes apart; merge16: back. rows: n rows of
+     * `row` bytes, each one step further; source and target do not overlap. */
+    void (*split16)(uint8_t *hi, uint8_t *lo, const uint16_t *x, size_t n);
+    void (*merge16)(uint16_t *x, const uint8_t *hi, const uint8_t *lo, size_t n);
+    void (*rows)(void *dst, size_t dst_step, const void *src, size_t src_step, size_t row, size_t n);
+
     /* Ceilings, for benches. peak: n rounds of independent multiply-adds of the kind that products of `pack` are made of; returns the operations done
      * (a multiply and an add are two). read: touches n bytes (a multiple of 64). */
     double (*peak)(enum pd_pack pack, long n, float *sink);

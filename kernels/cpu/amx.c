@@ -132,5 +132,5 @@ const struct pd_kernels pd_kernels_amx = {
     .gemm = gemm, .gemm_scratch = gemm_scratch, .act_part = K(act_part), .act_stride = K(act_stride), .prep = K(prep),
     .rmsnorm = K(rmsnorm), .rope = K(rope), .silu_mul = K(silu_mul), .add = K(add), .kv_write = K(kv_write),
     .attn = K(attn), .attn_seg = K(attn_seg), .attn_merge = K(attn_merge), .attn_scratch = K(attn_scratch),
-    .exp_sub = K(exp_sub), .max = K(max), .peak = peak, .read = K(read),
+    .exp_sub = K(exp_sub), .max = K(max), .split16 = K(split16), .merge16 = K(merge16), .rows = K(rows), .peak = peak, .read = K(read),
 };

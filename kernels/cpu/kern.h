@@ -40,6 +40,10 @@ void K(attn_seg)(const struct pd_attn *a, int n_heads, int seg, float *parts, si
 void K(attn_merge)(const struct pd_attn *a, const float *parts, int n_segs);
 size_t K(attn_scratch)(int head_dim, int n_group, int n_heads);
 
+void K(split16)(uint8_t *restrict hi, uint8_t *restrict lo, const uint16_t *restrict x, size_t n);
+void K(merge16)(uint16_t *restrict x, const uint8_t *restrict hi, const uint8_t *restrict lo, size_t n);
+void K(rows)(void *dst, size_t dst_step, const void *src, size_t src_step, size_t row, size_t n);
+
 double K(peak)(enum pd_pack pack, long n, float *sink);
 uint64_t K(read)(const void *p, size_t n);
 

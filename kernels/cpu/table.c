@@ -23,7 +23,7 @@ static size_t gemm_scratch(const struct pd_pmat *w)
     .gemm = gemm_, .gemm_scratch = gemm_scratch, .act_part = K(act_part), .act_stride = K(act_stride), .prep = K(prep), \
     .rmsnorm = K(rmsnorm), .rope = K(rope), .silu_mul = K(silu_mul), .add = K(add), .kv_write = K(kv_write), \
     .attn = K(attn), .attn_seg = K(attn_seg), .attn_merge = K(attn_merge), .attn_scratch = K(attn_scratch), \
-    .exp_sub = K(exp_sub), .max = K(max), .peak = peak_, .read = K(read), \
+    .exp_sub = K(exp_sub), .max = K(max), .split16 = K(split16), .merge16 = K(merge16), .rows = K(rows), .peak = peak_, .read = K(read), \
 }
 const struct pd_kernels PD_CAT(pd_kernels, PD_ISA) = TABLE(gemm, K(peak));
 

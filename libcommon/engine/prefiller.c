@@ -116,6 +116,8 @@ static int describe(struct prefiller *p, struct pf_run *r, struct pd_err *e)
     if ((rc = pd_describe_plan(p->rt, d, &r->plan, e)) < 0)
         return rc;
     strcpy(d->payload.scheme, p->dumping ? "h5" : "inline");
+    if (!p->dumping)
+        strcpy(d->payload.codec, pd_codec_name(p->o->codec, d->layout.dtype));
     if (!(r->sent = pd_arena_alloc(&r->in.mem, (size_t)d->layout.layers, sizeof *r->sent, e)))
         return PD_ENOMEM;
     if (p->dumping) {
@@ -320,6 +322,7 @@ int pd_prefill_run(struct pd_runtime *rt, const struct pd_prefill_opts *o, struc
     int rc = pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &bo, &cb, &p.batch, e);
     if (rc < 0 || (rc = pd_publish_new(out, dump, rt->pool, &p.pub, e)) < 0)
         goto out;
+    pd_publish_codec(p.pub, o->codec);
     while (!p.fatal.code && (open || pd_batch_busy(p.batch))) {
         reap(&p, false);
         if (pd_stop_level() > 1) {

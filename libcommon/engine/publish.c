@@ -2,6 +2,8 @@
 #include <signal.h>
 #include <sys/uio.h>
 #include <time.h>
+#include "../base/clock.h"
+#include "../base/log.h"
 #include "../base/stop.h"
 #include "publish.h"
 #include "reply.h"
@@ -35,6 +37,8 @@ struct pd_publish {
     struct pd_err err;
     struct iovec *iov;
     size_t cap_iov;
+    struct pd_codec *codec;     /* the thread's */
+    struct pd_codec_rule rule;
 };
 
 static int write_chunk(struct pd_publish *p, const struct job *j, struct pd_err *e)
@@ -50,9 +54,13 @@ static int write_chunk(struct pd_publish *p, const struct job *j, struct pd_err 
         p->cap_iov = want;
     }
     int n, rc = pd_export_chunk(p->pool, j->blocks, j->plan, j->desc, j->index, &c, p->iov + 1, &n, e);
+    if (rc == 0 && *j->desc->payload.codec == 'z' && (p->codec || (rc = pd_codec_new(&p->codec, e)) == 0))
+        rc = pd_codec_chunk(p->codec, &p->rule, &c, p->iov + 1, &n, e);
     if (rc == 0 && (rc = pd_chunk_encode_head(&c, &head, e)) == 0) {
         p->iov[0] = (struct iovec){ head.p, head.n };
+        int64_t t0 = pd_mono_us();
         rc = pd_wstream_putv(p->out, p->iov, n + 1, e);
+        pd_codec_wrote(&p->rule, c.data.n, pd_mono_us() - t0);
     }
     pd_buf_free(&head);
     return rc;
@@ -155,6 +163,8 @@ int pd_publish_new(struct pd_wstream *out, struct pd_dump_w *dump, const struct 
     return 0;
 }
 
+void pd_publish_codec(struct pd_publish *p, enum pd_codec_mode m) { p->rule.mode = m; }
+
 static int push(struct pd_publish *p, struct job j, struct pd_err *e)
 {
     pthread_mutex_lock(&p->lock);
@@ -225,6 +235,11 @@ int pd_publish_finish(struct pd_publish *p, struct pd_err *e)
         pthread_mutex_unlock(&p->lock);
         pthread_join(p->thread, NULL);
         p->running = false;
+        if (p->rule.coded) {
+            char text[160];
+            pd_codec_tell(&p->rule, text, sizeof text);
+            pd_info("codec: %s", text);
+        }
     }
     if (p->err.code) {
         if (e)
@@ -249,6 +264,7 @@ void pd_publish_free(struct pd_publish *p)
     pthread_cond_destroy(&p->more);
     pthread_cond_destroy(&p->room);
     pthread_cond_destroy(&p->done);
+    pd_codec_free(p->codec);
     pd_free(p->ended);
     pd_free(p->iov);
     pd_free(p);

@@ -6,12 +6,15 @@
  */
 #ifndef PD_ENGINE_PUBLISH_H
 #define PD_ENGINE_PUBLISH_H
+#include "../kv/codec.h"
 #include "../kv/dump.h"
 #include "../wire/stream.h"
 
 struct pd_publish;
 /* Exactly one of out and dump is given; both stay the caller's. */
 int pd_publish_new(struct pd_wstream *out, struct pd_dump_w *dump, const struct pd_pool *pool, struct pd_publish **p, struct pd_err *e);
+/* How chunks go whose descriptor says codec zstd; before the first of them. Coding happens in the publisher's thread. */
+void pd_publish_codec(struct pd_publish *p, enum pd_codec_mode m);
 int pd_publish_record(struct pd_publish *p, struct pd_buf *rec, struct pd_err *e);      /* one or several; takes the buffer over (rec is emptied) */
 /* desc, plan and blocks: alive until the end job came back. */
 int pd_publish_chunk(struct pd_publish *p, const struct pd_kvdesc *desc, const struct pd_plan *plan, const uint32_t *blocks, uint32_t index, struct pd_err *e);

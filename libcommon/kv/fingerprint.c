@@ -4,6 +4,7 @@
 #include "../wire/frame.h"
 #include "../wire/pack.h"
 #include "../wire/record.h"
+#include "convert.h"
 #include "fingerprint.h"
 
 /* The map is written must-fields first, in the order below, then the advisory ones: must_seed is taken over the bytes between. */
@@ -140,6 +141,43 @@ int pd_fp_must_seed(struct pd_bin map, uint64_t *seed, struct pd_err *e)
     return 0;
 }
 
+/* The map with the raw value of one key replaced. */
+static int splice(struct pd_buf *map, const char *key, const struct pd_buf *value, struct pd_err *e)
+{
+    struct pd_bin v;
+    struct pd_buf out = { 0 };
+    if (pd_map_find(map->p, map->n, key, &v) != 1)
+        return pd_fail(e, PD_ECORRUPT, "fingerprint has no field '%s'", key);
+    size_t at = (size_t)(v.p - map->p), after = at + v.n;
+    if (pd_buf_add(&out, map->p, at, e) || pd_buf_add(&out, value->p, value->n, e) || pd_buf_add(&out, map->p + after, map->n - after, e)) {
+        pd_buf_free(&out);
+        return PD_ENOMEM;
+    }
+    pd_buf_free(map);
+    *map = out;
+    return 0;
+}
+
+int pd_fp_relayout(struct pd_bin map, uint32_t block_size, const char *order, struct pd_buf *out, struct pd_err *e)
+{
+    struct pd_packer k;
+    struct pd_buf size = { 0 }, name = { 0 };
+    uint64_t seed;
+    int rc = pd_fp_must_seed(map, &seed, e);    /* the canonical form, or an error */
+    rc = rc ? rc : pd_buf_add(out, map.p, map.n, e);
+    pd_pack_init(&k, &size, e);
+    msgpack_pack_int64(&k.pk, block_size);
+    rc = rc ? rc : k.rc;
+    pd_pack_init(&k, &name, e);
+    pd_pack_text(&k, order);
+    rc = rc ? rc : k.rc;
+    rc = rc ? rc : splice(out, "block_size", &size, e);
+    rc = rc ? rc : splice(out, "order", &name, e);
+    pd_buf_free(&size);
+    pd_buf_free(&name);
+    return rc;
+}
+
 void pd_fp_free(struct pd_fp *fp)
 {
     pd_buf_free(&fp->map);
@@ -212,11 +250,14 @@ static void tell(struct pd_err *e, const msgpack_object *name, const msgpack_obj
     pd_fail(e, PD_EINCOMPAT, "%s differs (prefill %s, decode %s)", show(name, n, sizeof n), a ? show(a, va, sizeof va) : "has none", b ? show(b, vb, sizeof vb) : "has none");
 }
 
-enum pd_fp_verdict pd_fp_compare(struct pd_bin prefill, struct pd_bin decode, struct pd_err *e)
+enum pd_fp_verdict pd_fp_compare(struct pd_bin prefill, struct pd_bin decode, struct pd_err *e) { return pd_fp_compare_with(prefill, decode, 0, NULL, e); }
+
+enum pd_fp_verdict pd_fp_compare_with(struct pd_bin prefill, struct pd_bin decode, unsigned admit, unsigned *converts, struct pd_err *e)
 {
     msgpack_unpacked ua, ub;
     enum pd_fp_verdict v = PD_FP_DIFFERS;
     struct pd_err soft = { 0 };
+    unsigned bridged = 0;
     msgpack_unpacked_init(&ua);
     msgpack_unpacked_init(&ub);
     if (parse(prefill, &ua, "prefill", e) || parse(decode, &ub, "decode", e))
@@ -228,8 +269,12 @@ enum pd_fp_verdict pd_fp_compare(struct pd_bin prefill, struct pd_bin decode, st
             const msgpack_object *mine = &m->ptr[i].val, *its = find(other, &m->ptr[i].key.via.str);
             if (its && (pass || msgpack_object_equal(*mine, *its)))
                 continue;
-            bool adv = is_advisory(&m->ptr[i].key.via.str);
-            if (!adv) {
+            const msgpack_object_str *name = &m->ptr[i].key.via.str;
+            unsigned bit = its && !pass ? pd_conv_field(name->ptr, name->size) & admit : 0;
+            bridged |= bit;
+            if (bit)
+                continue;
+            if (!is_advisory(name)) {
                 tell(e, &m->ptr[i].key, pass ? its : mine, pass ? mine : its);
                 goto out;
             }
@@ -242,6 +287,8 @@ enum pd_fp_verdict pd_fp_compare(struct pd_bin prefill, struct pd_bin decode, st
         }
     }
     v = soft.code ? PD_FP_ADVISORY : PD_FP_SAME;
+    if (converts)
+        *converts = bridged;
     if (soft.code && e)
         *e = soft;
 out:

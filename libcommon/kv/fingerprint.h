@@ -13,4 +13,8 @@ enum pd_fp_verdict { PD_FP_SAME, PD_FP_ADVISORY, PD_FP_DIFFERS };
 /* Compares two maps field by field. DIFFERS: a `must` (or convertible) field differs, is missing on one side, or is malformed: *e says "rope_theta differs (prefill 10000, decode 500000)".
  * ADVISORY: only advisory fields differ (numerics class, software): *e names them the same way. */
 enum pd_fp_verdict pd_fp_compare(struct pd_bin prefill, struct pd_bin decode, struct pd_err *e);
+/* The same; fields of which PD_CONV_* (convert.h) admits a conversion do not count, and *converts (may be NULL) says which of them differ. */
+enum pd_fp_verdict pd_fp_compare_with(struct pd_bin prefill, struct pd_bin decode, unsigned admit, unsigned *converts, struct pd_err *e);
+/* The map of the same model's KV in other blocks, appended to out. */
+int pd_fp_relayout(struct pd_bin map, uint32_t block_size, const char *order, struct pd_buf *out, struct pd_err *e);
 #endif

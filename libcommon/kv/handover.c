@@ -4,6 +4,8 @@
 #include "../base/fault.h"
 #include "../model/dtype.h"
 #include "../wire/frame.h"
+#include "codec.h"
+#include "convert.h"
 #include "handover.h"
 
 #define CHUNK_TARGET ((uint64_t)1 << 20)
@@ -57,8 +59,8 @@ int pd_layout_check(const struct pd_kv_layout *l, struct pd_err *e)
 {
     if (!pd_layout_elem_size(l))
         return pd_fail(e, PD_EINCOMPAT, "KV dtype '%.8s' is not " PD_KV_DTYPE_LIST, l->dtype);
-    if (strcmp(l->order, "HND"))
-        return pd_fail(e, PD_EINCOMPAT, "KV order '%.8s' is not HND", l->order);
+    if (strcmp(l->order, "HND") && strcmp(l->order, "NHD"))
+        return pd_fail(e, PD_EINCOMPAT, "KV order '%.8s' is not HND or NHD", l->order);
     if (l->block_size < 1 || l->block_size > 65536 || l->layers < 1 || l->layers > 4096 || l->kv_heads < 1 || l->kv_heads > 65536 || l->head_dim < 1 ||
         l->head_dim > 65536)
         return pd_fail(e, PD_ECORRUPT, "KV layout makes no sense: blocks of %u tokens, %u layers, %u heads of %u", l->block_size, l->layers, l->kv_heads, l->head_dim);
@@ -138,16 +140,24 @@ static int pieces(const struct pd_pool *p, const uint32_t *blocks, struct place 
     return n;
 }
 
-static int same_layout(const struct pd_kv_layout *l, const struct pd_pool *p, struct pd_err *e)
+unsigned pd_layout_converts(const struct pd_kv_layout *a, const struct pd_kv_layout *b)
+{
+    return (a->block_size != b->block_size ? PD_CONV_BLOCK_SIZE : 0) | (strcmp(a->order, b->order) ? PD_CONV_ORDER : 0);
+}
+
+/* But for what may be converted. */
+static int same_layout(const struct pd_kv_layout *l, const struct pd_pool *p, unsigned convert, struct pd_err *e)
 {
     struct pd_kv_layout mine;
     pd_layout_from_pool(p, &mine);
-    const struct { const char *name; uint32_t theirs, ours; } f[] = {
-        { "block_size", l->block_size, mine.block_size }, { "layers", l->layers, mine.layers },
-        { "kv_heads", l->kv_heads, mine.kv_heads }, { "head_dim", l->head_dim, mine.head_dim },
+    const struct { const char *name; uint32_t theirs, ours; bool bridged; } f[] = {
+        { "block_size", l->block_size, mine.block_size, convert & PD_CONV_BLOCK_SIZE }, { "layers", l->layers, mine.layers, false },
+        { "kv_heads", l->kv_heads, mine.kv_heads, false }, { "head_dim", l->head_dim, mine.head_dim, false },
     };
+    if (strcmp(l->order, mine.order) && !(convert & PD_CONV_ORDER))
+        return pd_fail(e, PD_EINCOMPAT, "order of the KV layout differs (prefill %.8s, decode %.8s)", l->order, mine.order);
     for (size_t i = 0; i < sizeof f / sizeof *f; i++)
-        if (f[i].theirs != f[i].ours)
+        if (f[i].theirs != f[i].ours && !f[i].bridged)
             return pd_fail(e, PD_EINCOMPAT, "%s of the KV layout differs (prefill %u, decode %u)", f[i].name, f[i].theirs, f[i].ours);
     if (strcmp(l->dtype, mine.dtype))
         return pd_fail(e, PD_EINCOMPAT, "kv_dtype of the KV layout differs (prefill %.8s, decode %.8s)", l->dtype, mine.dtype);
@@ -184,6 +194,14 @@ struct pd_import {
     struct pd_arena arena;
     uint32_t *blocks, n_taken;
     struct iovec *iov;                  /* [2 * chunk_blocks] */
+    unsigned converts;                  /* PD_CONV_*: what differs between the payload's layout and the pool's */
+    struct pd_kv_form form;             /* the payload's */
+    size_t bytes_a_block;               /* of its K (or V) of one layer */
+    struct pd_codec *codec;             /* from the first coded chunk to the last */
+    const struct pd_kernels *k;         /* converting */
+    uint8_t *scratch;                   /* converting from the peer's memory: [chunk_bytes] */
+    uint8_t **src, **dst;               /* converting: [chunk_blocks], [blocks of the pool] */
+    uint32_t n_table;                   /* blocks of the pool that the run takes */
     uint64_t *seen; uint32_t n_seen;    /* a bit a chunk */
     const struct pd_slabs *from;        /* another process's memory, or NULL: chunks bring their bytes */
     uint32_t *from_blocks;              /* [n_blocks] */
@@ -202,8 +220,10 @@ static int check_payload(const struct pd_kvdesc *d, const struct pd_plan *plan, 
     if (strcmp(y->scheme, scheme))
         return pd_fail(e, PD_EINCOMPAT, "run %s: payload scheme '%.12s' is not %s (%s)", d->run, y->scheme,
                        *scheme == 'i' ? "one that is read from a stream" : "what was agreed on", scheme);
-    if (strcmp(y->codec, "none"))
-        return pd_fail(e, PD_EINCOMPAT, "run %s: payload codec '%.8s' is not known (none)", d->run, y->codec);
+    if (strcmp(y->codec, "none") && strcmp(y->codec, "zstd"))
+        return pd_fail(e, PD_EINCOMPAT, "run %s: payload codec '%.8s' is not known (none, zstd)", d->run, y->codec);
+    if (*y->codec == 'z' && (!pd_codec_fits(d->layout.dtype) || !strcmp(scheme, "shm")))
+        return pd_fail(e, PD_EINCOMPAT, "run %s: payload codec zstd is for f16 and bf16 that travel, not for %.8s by %s", d->run, d->layout.dtype, scheme);
     for (size_t i = 0; i < sizeof f / sizeof *f; i++)
         if (f[i].said != f[i].is)
             return pd_fail(e, PD_ECORRUPT, "run %s: descriptor says %s %" PRIu64 ", its layout and %u tokens give %" PRIu64, d->run, f[i].name, f[i].said,
@@ -211,7 +231,7 @@ static int check_payload(const struct pd_kvdesc *d, const struct pd_plan *plan, 
     return 0;
 }
 
-static int check_offer(const struct pd_pool *p, const struct pd_kvdesc *d, const char *scheme, struct pd_plan *plan, struct pd_err *e)
+static int check_offer(const struct pd_pool *p, const struct pd_kvdesc *d, const char *scheme, unsigned convert, struct pd_plan *plan, struct pd_err *e)
 {
     uint8_t sha[PD_SHA_LEN];
     int rc;
@@ -219,7 +239,7 @@ static int check_offer(const struct pd_pool *p, const struct pd_kvdesc *d, const
         return pd_fail(e, PD_ECORRUPT, "run %s: descriptor has no tokens", d->run);
     if (!d->payload.scheme[0])
         return pd_fail(e, PD_EFAIL, "run %s: descriptor has no payload (its request ended at prefill)", d->run);
-    if ((rc = pd_layout_check(&d->layout, e)) || (rc = same_layout(&d->layout, p, e)))
+    if ((rc = pd_layout_check(&d->layout, e)) || (rc = same_layout(&d->layout, p, convert, e)))
         return pd_err_prefix(e, "run %s", d->run);
     if (!d->payload.chunk_blocks)
         return pd_fail(e, PD_ECORRUPT, "run %s: descriptor says chunk_blocks 0", d->run);
@@ -286,14 +306,29 @@ int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_
     return pd_import_begin_with(p, offer, NULL, out, NULL, e);
 }
 
+/* What converting needs. */
+static int set_form(struct pd_import *im, struct pd_err *e)
+{
+    struct pd_kv_layout mine;
+    const struct pd_kv_layout *l = &im->offer.layout;
+    pd_layout_from_pool(im->pool, &mine);
+    im->form = pd_form_of(l, pd_layout_elem_size(l));
+    im->bytes_a_block = (size_t)(im->plan.chunk_bytes / im->plan.chunk_blocks / 2);
+    im->converts = pd_layout_converts(l, &mine);
+    im->n_table = (uint32_t)(((uint64_t)im->offer.n_tokens + mine.block_size - 1) / mine.block_size);
+    if (!im->converts)
+        return 0;
+    im->k = pd_kv_kernels();
+    return (im->src = pd_calloc(im->plan.chunk_blocks, sizeof *im->src, "KV pieces", e)) && (im->dst = pd_calloc(im->n_table, sizeof *im->dst, "KV pieces", e)) ? 0 : PD_ENOMEM;
+}
+
 /* The block table: held ones, then the peer's where they can be read in place, then own ones. n_taken counts references held, so that any failure gives them back. */
 static int take_blocks(struct pd_import *im, const struct pd_import_opts *o, uint32_t n_held, struct pd_err *e)
 {
-    const struct pd_plan *plan = &im->plan;
     uint32_t full = im->offer.n_tokens / im->offer.layout.block_size;
     for (; im->n_taken < n_held; im->n_taken++)
         pd_pool_ref(im->pool, im->blocks[im->n_taken] = o->held[im->n_taken]);
-    while (o->lend && o->from && im->n_taken < full) {
+    while (o->lend && o->from && !im->converts && im->n_taken < full) {
         uint32_t theirs = o->from_blocks[im->n_taken], per = pd_slabs_shape(o->from)->slab_blocks;
         int64_t slab = pd_slabs_lend(o->from, theirs / per, im->pool, e);
         if (slab < 0)
@@ -305,12 +340,13 @@ static int take_blocks(struct pd_import *im, const struct pd_import_opts *o, uin
         im->blocks[im->n_taken++] = b;
         im->in_place = true;
     }
-    if (im->n_taken == plan->n_blocks)
+    if (im->n_taken == im->n_table)
         return 0;
-    int rc = pd_pool_take_raw(im->pool, plan->n_blocks - im->n_taken, im->blocks + im->n_taken, e);
+    uint32_t n = im->n_table - im->n_taken, *to = im->blocks + im->n_taken;
+    int rc = im->converts ? pd_pool_take(im->pool, n, to, e) : pd_pool_take_raw(im->pool, n, to, e);     /* a block may be filled from several chunks, and not whole */
     if (rc)
         return rc;
-    im->n_taken = plan->n_blocks;
+    im->n_taken = im->n_table;
     return 0;
 }
 
@@ -330,20 +366,20 @@ int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const
     static const struct pd_import_opts none;
     struct pd_plan plan;
     o = o ? o : &none;
-    int rc = check_offer(p, offer, o->from ? "shm" : "inline", &plan, e);
+    int rc = check_offer(p, offer, o->from ? "shm" : "inline", o->convert, &plan, e);
     if (rc)
         return rc;
-    uint32_t held_ranges = (o->n_held < plan.n_blocks ? o->n_held : plan.n_blocks) / plan.chunk_blocks, n_held = held_ranges * plan.chunk_blocks;
     struct pd_import *im = pd_calloc(1, sizeof *im, "KV import", e);
     if (!im)
         return PD_ENOMEM;
     im->pool = p;
     im->plan = plan;
     im->look = o->look && !o->from;
-    if ((rc = keep_offer(im, offer, e)))
+    if ((rc = keep_offer(im, offer, e)) || (rc = set_form(im, e)))
         goto out;
+    uint32_t held_ranges = im->converts ? 0 : (o->n_held < plan.n_blocks ? o->n_held : plan.n_blocks) / plan.chunk_blocks, n_held = held_ranges * plan.chunk_blocks;
     rc = PD_ENOMEM;
-    if (!(im->blocks = pd_calloc(plan.n_blocks, sizeof *im->blocks, "KV block table", e)) ||
+    if (!(im->blocks = pd_calloc(im->n_table, sizeof *im->blocks, "KV block table", e)) ||
         !(im->iov = pd_calloc((size_t)plan.chunk_blocks * 2, sizeof *im->iov, "KV pieces", e)) ||
         !(im->seen = pd_calloc((plan.n_chunks + (size_t)63) / 64, 8, "KV chunk bitmap", e)))
         goto out;
@@ -367,15 +403,15 @@ out:
 /* The unused tokens of the last block are zero by contract: a tail that is not would be memory of somebody else. */
 static bool tail_is_zero(const struct pd_import *im, const uint8_t *const last[2] /* its K and V, of the chunk's layer */, struct place at)
 {
-    const struct pd_kv_layout *l = &im->offer.layout;
-    uint32_t used = im->offer.n_tokens % l->block_size;
+    const struct pd_kv_form *f = &im->form;
+    uint32_t used = im->offer.n_tokens % f->block_size, parts = f->nhd ? 1 : f->heads;
     if (at.block0 + at.blocks != im->plan.n_blocks || !used)
         return true;
-    size_t bytes = pd_pool_layer_bytes(im->pool), row = bytes / l->kv_heads / l->block_size, from = row * used, n = row * (l->block_size - used);
+    size_t row = im->bytes_a_block / parts / f->block_size, from = row * used, n = row * (f->block_size - used);
     for (int v = 0; v < 2; v++) {
         const uint8_t *block = last[v];
-        for (uint32_t h = 0; h < l->kv_heads; h++) {
-            const uint8_t *q = block + (size_t)h * row * l->block_size + from;
+        for (uint32_t h = 0; h < parts; h++) {
+            const uint8_t *q = block + (size_t)h * row * f->block_size + from;
             if (q[0] || memcmp(q, q + 1, n - 1))
                 return false;
         }
@@ -394,14 +430,15 @@ static int check_chunk(const struct pd_import *im, const struct pd_chunk *c, str
     struct place at = place_of(&im->plan, c->index);
     const struct { const char *name; uint64_t said, is; } f[] = {
         { "layer0", c->layer0, at.layer }, { "layers", c->layers, 1 }, { "block0", c->block0, at.block0 }, { "blocks", c->blocks, at.blocks },
-        { "raw_len", c->raw_len, 2 * (uint64_t)pd_pool_layer_bytes(im->pool) * at.blocks },
+        { "raw_len", c->raw_len, 2 * (uint64_t)im->bytes_a_block * at.blocks },
     };
     for (size_t i = 0; i < sizeof f / sizeof *f; i++)
         if (f[i].said != f[i].is)
             return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u says %s %" PRIu64 ", the offer implies %" PRIu64, c->run, c->index, f[i].name, f[i].said, f[i].is);
-    if (strcmp(c->codec, "none"))
-        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u says codec '%.8s', the offer none", c->run, c->index, c->codec);
-    if (c->data.n != c->raw_len)
+    bool coded = !strcmp(c->codec, "zstd");
+    if (coded ? strcmp(im->offer.payload.codec, "zstd") != 0 : strcmp(c->codec, "none") != 0)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u says codec '%.8s', the offer %.8s", c->run, c->index, c->codec, im->offer.payload.codec);
+    if (!coded && c->data.n != c->raw_len)
         return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u holds %zu bytes, not %" PRIu64, c->run, c->index, c->data.n, c->raw_len);
     if (im->seen[c->index / 64] >> (c->index % 64) & 1)
         return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u came twice", c->run, c->index);
@@ -409,33 +446,102 @@ static int check_chunk(const struct pd_import *im, const struct pd_chunk *c, str
     return 0;
 }
 
+/* The chunk's bytes into the pool: as they are, or into the pool's form. */
+static int place(struct pd_import *im, struct place at, const uint8_t *data, struct pd_err *e)
+{
+    if (!im->converts) {
+        int n = pieces(im->pool, im->blocks, at, im->iov);
+        for (int i = 0; i < n; data += im->iov[i++].iov_len)
+            memcpy(im->iov[i].iov_base, data, im->iov[i].iov_len);
+        return 0;
+    }
+    const struct pd_pool_geom *g = pd_pool_geom(im->pool);
+    uint32_t bs = im->form.block_size, t0 = at.block0 * bs, n = at.blocks * bs < im->offer.n_tokens - t0 ? at.blocks * bs : im->offer.n_tokens - t0;
+    struct pd_kv_form mine = { (uint32_t)g->block_size, im->form.heads, im->form.head_dim, im->form.el, false };
+    int rc = 0;
+    for (int v = 0; v < 2 && !rc; v++) {
+        for (uint32_t i = 0; i < at.blocks; i++)
+            im->src[i] = (uint8_t *)(uintptr_t)data + ((size_t)v * at.blocks + i) * im->bytes_a_block;
+        for (uint32_t i = t0 / mine.block_size; i <= (t0 + n - 1) / mine.block_size; i++)
+            im->dst[i] = pd_pool_base(im->pool, im->blocks[i]) + pd_pool_off(im->pool, (int)at.layer, v);
+        rc = pd_convert(im->k, &(struct pd_kv_view){ mine, im->dst, im->n_table, t0, 0 }, &(struct pd_kv_view){ im->form, im->src, at.blocks, 0, 0 }, n,
+                        im->form.heads, e);
+    }
+    return rc;
+}
+
+static int wrong_sum(const struct pd_import *im, uint32_t index, struct place at, uint64_t said, uint64_t is, struct pd_err *e)
+{
+    return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u (layer %u, blocks %u to %u): checksum %016" PRIx64 ", its bytes give %016" PRIx64, im->offer.run, index, at.layer,
+                   at.block0, at.block0 + at.blocks - 1, said, is);
+}
+
+static int wrong_tail(const struct pd_import *im, uint32_t index, struct pd_err *e)
+{
+    return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u: the unused tail of the last block is not zero", im->offer.run, index);
+}
+
+static uint64_t seed_of(const struct pd_import *im, struct place at)
+{
+    return pd_chunk_seed(im->offer.gen, im->offer.layout.layout_hash, at.layer, at.block0);
+}
+
+static void came(struct pd_import *im, uint32_t index, uint64_t bytes)
+{
+    im->seen[index / 64] |= (uint64_t)1 << (index % 64);
+    im->bytes += bytes;
+    if (++im->n_seen < im->plan.n_chunks)
+        return;
+    pd_codec_free(im->codec);           /* its room is a chunk's, and runs wait long */
+    im->codec = NULL;
+}
+
+/* A chunk's bytes all in one place: checked, then put into the pool. */
+static int take_data(struct pd_import *im, uint32_t index, struct place at, const uint8_t *data, size_t n, uint64_t xxh3, struct pd_err *e)
+{
+    uint64_t sum = pd_xxh3(data, n, seed_of(im, at));
+    const uint8_t *last = data + (at.blocks - 1) * im->bytes_a_block;
+    if (sum != xxh3)
+        return wrong_sum(im, index, at, xxh3, sum, e);
+    if (!tail_is_zero(im, (const uint8_t *const[2]){ last, last + at.blocks * im->bytes_a_block }, at))
+        return wrong_tail(im, index, e);
+    return im->look ? 0 : place(im, at, data, e);
+}
+
 int pd_import_chunk(struct pd_import *im, const struct pd_chunk *c, struct pd_err *e)
 {
     struct place at;
+    const uint8_t *data = c->data.p;
     int rc = check_chunk(im, c, &at, e);
     if (rc)
         return rc;
     int64_t t0 = pd_mono_us();
     if (pd_fault("flip"))
         ((uint8_t *)(uintptr_t)c->data.p)[c->data.n / 2] ^= 1;
-    uint64_t sum = pd_xxh3(c->data.p, c->data.n, pd_chunk_seed(im->offer.gen, im->offer.layout.layout_hash, at.layer, at.block0));
-    if (sum != c->xxh3)
-        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u (layer %u, blocks %u to %u): checksum %016" PRIx64 ", its bytes give %016" PRIx64, c->run, c->index, at.layer,
-                       at.block0, at.block0 + at.blocks - 1, c->xxh3, sum);
-    const uint8_t *last = c->data.p + (at.blocks - 1) * pd_pool_layer_bytes(im->pool);
-    if (!tail_is_zero(im, (const uint8_t *const[2]){ last, last + at.blocks * pd_pool_layer_bytes(im->pool) }, at))
-        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u: the unused tail of the last block is not zero", c->run, c->index);
-    const uint8_t *from = c->data.p;
-    int n = im->look ? 0 : pieces(im->pool, im->blocks, at, im->iov);
-    for (int i = 0; i < n; i++) {
-        memcpy(im->iov[i].iov_base, from, im->iov[i].iov_len);
-        from += im->iov[i].iov_len;
+    if (*c->codec == 'z') {
+        if ((!im->codec && (rc = pd_codec_new(&im->codec, e))) || (rc = pd_codec_decode(im->codec, c->data.p, c->data.n, c->raw_len, &data, e)))
+            return pd_err_prefix(e, "run %s: chunk %u", c->run, c->index);
     }
-    im->seen[c->index / 64] |= (uint64_t)1 << (c->index % 64);
-    im->n_seen++;
-    im->bytes += c->raw_len;
+    if ((rc = take_data(im, c->index, at, data, c->raw_len, c->xxh3, e)))
+        return rc;
+    came(im, c->index, c->raw_len);
     im->us += pd_mono_us() - t0;
     return 0;
+}
+
+/* From the peer's memory, which it may change at any time: what is used is copied first, then held against the checksum. */
+static int take_elsewhere(struct pd_import *im, uint32_t index, struct place at, uint64_t xxh3, struct pd_err *e)
+{
+    uint8_t *to = im->scratch;
+    size_t n = 2 * (size_t)at.blocks * im->bytes_a_block;
+    if (!to && !(to = im->scratch = pd_alloc_aligned((size_t)im->plan.chunk_bytes, "KV to be converted", e)))
+        return PD_ENOMEM;
+    for (int v = 0; v < 2; v++)
+        for (uint32_t i = at.block0; i < at.block0 + at.blocks; i++, to += im->bytes_a_block)
+            memcpy(to, pd_slabs_at(im->from, im->from_blocks[i], (int)at.layer, v), im->bytes_a_block);
+    if (pd_fault("flip"))
+        im->scratch[n / 2] ^= 1;
+    return take_data(im, index, at, im->scratch, n, xxh3, e);
 }
 
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e)
@@ -445,9 +551,17 @@ int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd
     if (pd_import_has(im, index))
         return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u came twice", im->offer.run, index);
     struct place at = place_of(&im->plan, index);
-    size_t bytes = pd_pool_layer_bytes(im->pool);
+    size_t bytes = im->bytes_a_block;
     const uint8_t *last[2] = { NULL, NULL };
     int64_t t0 = pd_mono_us();
+    if (im->converts) {
+        int rc = take_elsewhere(im, index, at, xxh3, e);
+        if (rc)
+            return rc;
+        came(im, index, 2 * (uint64_t)bytes * at.blocks);
+        im->us += pd_mono_us() - t0;
+        return 0;
+    }
     for (int v = 0; v < 2; v++)
         for (uint32_t i = at.block0; i < at.block0 + at.blocks; i++) {
             uint8_t *to = pd_pool_base(im->pool, im->blocks[i]) + pd_pool_off(im->pool, (int)at.layer, v);
@@ -459,16 +573,13 @@ int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd
             last[v] = to;
         }
     int n = pieces(im->pool, im->blocks, at, im->iov);
-    uint64_t sum = pd_xxh3v(im->iov, n, pd_chunk_seed(im->offer.gen, im->offer.layout.layout_hash, at.layer, at.block0));
+    uint64_t sum = pd_xxh3v(im->iov, n, seed_of(im, at));
     im->us += pd_mono_us() - t0;
     if (sum != xxh3)
-        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u (layer %u, blocks %u to %u): checksum %016" PRIx64 ", its bytes give %016" PRIx64, im->offer.run, index, at.layer,
-                       at.block0, at.block0 + at.blocks - 1, xxh3, sum);
+        return wrong_sum(im, index, at, xxh3, sum, e);
     if (!tail_is_zero(im, last, at))
-        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u: the unused tail of the last block is not zero", im->offer.run, index);
-    im->seen[index / 64] |= (uint64_t)1 << (index % 64);
-    im->n_seen++;
-    im->bytes += 2 * (uint64_t)bytes * at.blocks;
+        return wrong_tail(im, index, e);
+    came(im, index, 2 * (uint64_t)bytes * at.blocks);
     return 0;
 }
 
@@ -531,7 +642,7 @@ int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, struct
 {
     struct pd_plan plan;
     struct pd_kvdesc same = *offer;
-    int rc = check_offer(im->pool, offer, from ? "shm" : "inline", &plan, e);
+    int rc = check_offer(im->pool, offer, from ? "shm" : "inline", im->converts, &plan, e);
     if (rc)
         return rc;
     if (im->in_place)
@@ -561,7 +672,7 @@ uint32_t *pd_import_take_part(struct pd_import *im, uint32_t *n_blocks)
     if (im->in_place && im->n_seen != im->plan.n_chunks)
         return NULL;                                            /* the peer's memory is not ours to clear */
     for (uint32_t c = 0; c < im->plan.n_chunks; c++) {          /* what did not come must not show what the blocks held before */
-        int n = pd_import_has(im, c) ? 0 : pieces(im->pool, b, place_of(&im->plan, c), iov);
+        int n = im->converts || pd_import_has(im, c) ? 0 : pieces(im->pool, b, place_of(&im->plan, c), iov);
         for (int i = 0; i < n; i++)
             memset(iov[i].iov_base, 0, iov[i].iov_len);
     }
@@ -574,6 +685,7 @@ uint32_t *pd_import_take_part(struct pd_import *im, uint32_t *n_blocks)
 
 uint64_t pd_import_bytes(const struct pd_import *im) { return im->bytes; }
 int64_t pd_import_us(const struct pd_import *im) { return im->us; }
+unsigned pd_import_converts(const struct pd_import *im) { return im->converts; }
 
 void pd_import_free(struct pd_import *im)
 {
@@ -585,6 +697,10 @@ void pd_import_free(struct pd_import *im)
     pd_free(im->from_blocks);
     pd_free(im->iov);
     pd_free(im->seen);
+    pd_free(im->src);
+    pd_free(im->dst);
+    pd_free(im->scratch);
+    pd_codec_free(im->codec);
     pd_buf_free(&im->request);
     pd_arena_free(&im->arena);
     pd_free(im);

@@ -12,6 +12,7 @@ struct pd_plan { uint32_t n_blocks, chunk_blocks, n_ranges, n_chunks, layers; ui
 uint64_t pd_layout_hash(const struct pd_kv_layout *l);
 int pd_layout_check(const struct pd_kv_layout *l, struct pd_err *e);            /* known dtype and order, sane sizes, layout_hash that of the fields */
 size_t pd_layout_elem_size(const struct pd_kv_layout *l);                       /* bytes of an element; 0: unknown dtype */
+unsigned pd_layout_converts(const struct pd_kv_layout *a, const struct pd_kv_layout *b);      /* PD_CONV_* (convert.h) of what differs between the two */
 void pd_layout_from_pool(const struct pd_pool *p, struct pd_kv_layout *l);      /* fills layout_hash too */
 /* chunk_blocks 0: chosen so that a chunk is about 1 MiB. PD_ECORRUPT when sizes overflow or exceed the record limit. */
 int pd_plan_make(const struct pd_kv_layout *l, uint32_t n_tokens, uint32_t chunk_blocks, struct pd_plan *plan, struct pd_err *e);
@@ -34,9 +35,11 @@ int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd
  * held: blocks of this pool that hold the run's beginning already: chunks that lie wholly in them count as come, and the rest of them is dropped. The import
  * takes a reference of its own of each that it uses; *n_used says how many.
  * from, from_blocks [n_blocks]: the payload (scheme shm) lies in another process's slabs, in its blocks of these numbers. lend: read it in place where the
- * slabs have the pool's shape: full blocks stand in the block table as the peer's, only a last block that is not full is copied. from outlives the import. */
-/* look: only look: each chunk is checked, nothing is kept and no block taken (the caller passes the bytes on). */
-struct pd_import_opts { const uint32_t *held; uint32_t n_held; struct pd_slabs *from; const uint32_t *from_blocks; bool lend, look; };
+ * slabs have the pool's shape: full blocks stand in the block table as the peer's, only a last block that is not full is copied. from outlives the import.
+ * look: only look: each chunk is checked, nothing is kept and no block taken (the caller passes the bytes on).
+ * convert: PD_CONV_* (convert.h) of what may differ between the offer's layout and the pool's: it is verified as it came, then put into the pool's form. What is
+ * converted is neither held nor read in place. */
+struct pd_import_opts { const uint32_t *held; uint32_t n_held; struct pd_slabs *from; const uint32_t *from_blocks; bool lend, look; unsigned convert; };
 int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, uint32_t *n_used, struct pd_err *e);
 /* A chunk that lies in the peer's memory: copied where it is not read in place, then what will be used is held against its checksum. Errors as pd_import_chunk. */
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e);
@@ -44,6 +47,7 @@ int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd
  * Blocks read in place are not resumed (PD_EFAIL). */
 int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, struct pd_slabs *from, const uint32_t *from_blocks, struct pd_err *e);
 uint32_t pd_import_missing(const struct pd_import *im);                         /* chunks */
+unsigned pd_import_converts(const struct pd_import *im);                        /* what it converts */
 bool pd_import_in_place(const struct pd_import *im);                            /* some block is read where the peer has it */
 uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks);             /* ownership of the block table (pd_free) and of one reference each; NULL unless finish said 0 */
 /* For salvage: the block table although chunks are missing (their memory is zero), and whether a chunk came and was verified. */

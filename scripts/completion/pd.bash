@@ -16,6 +16,7 @@ _pd() {
         --format) words="json msgpack" ;;
         --kv-dtype) words="f16 f32 bf16" ;;
         --kv) words="inline" ;;
+        --codec) words="none zstd auto" ;;
         --on-mismatch) words="recompute fail" ;;
         --policy) words="aggregated fixed" ;;
         --role) words="decode both" ;;

@@ -201,13 +201,14 @@ static void lying_offers_are_named(void **state)
     LIE(x.payload.chunk_bytes = UINT64_MAX, PD_ECORRUPT, "chunk_bytes 18446744073709551615");
     LIE(strcpy(x.payload.scheme, "shm"), PD_EINCOMPAT, "'shm'");
     LIE(x.payload.scheme[0] = 0, PD_EFAIL, "no payload");
-    LIE(strcpy(x.payload.codec, "zstd"), PD_EINCOMPAT, "'zstd'");
+    LIE(strcpy(x.payload.codec, "lz4"), PD_EINCOMPAT, "'lz4'");
     LIE(x.layout.layout_hash++, PD_ECORRUPT, "layout hash");
     LIE(x.layout.layers = 0, PD_ECORRUPT, "no sense");
     LIE((x.layout.layers = 4, x.layout.layout_hash = pd_layout_hash(&x.layout)), PD_EINCOMPAT, "layers of the KV layout differs (prefill 4, decode 3)");
     LIE((x.layout.block_size = 32, x.layout.layout_hash = pd_layout_hash(&x.layout)), PD_EINCOMPAT, "block_size of the KV layout differs (prefill 32, decode 16)");
     LIE((strcpy(x.layout.dtype, "bf16"), x.layout.layout_hash = pd_layout_hash(&x.layout)), PD_EINCOMPAT, "prefill bf16, decode f16");
-    LIE(strcpy(x.layout.order, "NHD"), PD_EINCOMPAT, "'NHD'");
+    LIE(strcpy(x.layout.order, "NDH"), PD_EINCOMPAT, "'NDH'");
+    LIE((strcpy(x.layout.order, "NHD"), x.layout.layout_hash = pd_layout_hash(&x.layout)), PD_EINCOMPAT, "order of the KV layout differs (prefill NHD, decode HND)");
     LIE(x.fp_sha[3] ^= 1, PD_ECORRUPT, "SHA-256");
     assert_int_equal(pd_pool_stats(b.to).used, used);
     bench_free(&b);
