@@ -31,7 +31,7 @@ struct pd_desk {
     bool posted, stop;
     /* the thread's */
     pthread_t thread;
-    bool running;
+    bool running, say;                  /* say: some of the touched have news or records */
     struct pd_desk_run *touched;
 };
 
@@ -54,7 +54,7 @@ static void touch(struct pd_desk *k, struct pd_desk_run *r)
 
 void pd_desk_touch(struct pd_desk *k, struct pd_desk_run *r)
 {
-    r->told = true;
+    r->told = k->say = true;
     touch(k, r);
 }
 
@@ -104,6 +104,7 @@ void pd_desk_flush(struct pd_desk *k)
     k->posted = true;
     pthread_mutex_unlock(&k->lock);
     k->touched = NULL;
+    k->say = false;
     if (post)
         pd_loop_post(k->l, &k->post);
 }
@@ -145,6 +146,8 @@ static void *compute(void *arg)
                 touch(k, r);
             }
         }
+        if (k->say)             /* a first token that came with its KV does not wait for the second one to be computed */
+            pd_desk_flush(k);
         can = stop || !k->ops.busy(k->ops.ctx) || k->ops.turn(k->ops.ctx);
         k->ops.after(k->ops.ctx);
         pd_desk_flush(k);
