@@ -8,6 +8,7 @@
 #include "link.h"
 #include "register.h"
 
+enum { TELL_BYTES = 1 << 20 /* of KV that became final before the loop is woken for it */ };
 enum { REACH_US = 2000000 /* to reach a decode worker */, AGAIN_US = 20000, AGAIN_MOST_US = 500000, ACCEPT_US = 20000000 /* it may wait for blocks */ };
 
 /* A decode worker, by its address. */
@@ -46,6 +47,7 @@ struct give {
     struct pd_err why;
     uint32_t *blocks;           /* [plan.n_blocks], from started on */
     _Atomic uint32_t *done;     /* [layers]: ranges that are final */
+    uint64_t untold;            /* bytes of those that the loop was not woken for */
     uint32_t *told;             /* [layers], the loop's: of them, what the move knows */
     _Atomic bool at_batch, described, started, finished;
 };
@@ -155,11 +157,17 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
     struct giver *g = ctx;
     struct give *r = run->user;
     uint32_t range = r->plan.chunk_blocks * r->desc.layout.block_size, done = n == r->desc.n_tokens ? r->plan.n_ranges : n / range;
-    if (done == atomic_load(&r->done[layer]))
-        return;
-    atomic_store(&r->done[layer], done);
-    pd_desk_touch(g->desk, &r->d);
-    pd_desk_flush(g->desk);
+    uint32_t new = done - atomic_load(&r->done[layer]);
+    if (new) {
+        atomic_store(&r->done[layer], done);
+        r->untold += new * r->plan.chunk_bytes;
+        pd_desk_touch(g->desk, &r->d);
+    }
+    /* Each time that the loops of both workers wake, compute threads stand aside; and what remains after the last layer's attention hides the last of it. */
+    if (r->untold >= TELL_BYTES || (r->untold && (uint32_t)layer + 1 == r->plan.layers)) {
+        r->untold = 0;
+        pd_desk_flush(g->desk);
+    }
 }
 
 static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t)
