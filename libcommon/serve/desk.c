@@ -1,4 +1,5 @@
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <time.h>
 #include "../base/clock.h"
@@ -146,8 +147,10 @@ static void *compute(void *arg)
                 touch(k, r);
             }
         }
-        if (k->say)             /* a first token that came with its KV does not wait for the second one to be computed */
+        if (k->say) {           /* a first token that came with its KV does not wait for the second one to be computed */
             pd_desk_flush(k);
+            sched_yield();      /* the loop that made the call may stand behind us on this core */
+        }
         can = stop || !k->ops.busy(k->ops.ctx) || k->ops.turn(k->ops.ctx);
         k->ops.after(k->ops.ctx);
         pd_desk_flush(k);
