@@ -123,12 +123,12 @@ static bool same(const struct family *f, const struct pd_metric_about *a)
     return true;
 }
 
-/* The names of a histogram's lines are its own too: none of them may be another family's. */
+/* The names of a histogram's lines are its own too: none of them may be another family's. And a counter is known without its _total to who reads OpenMetrics. */
 static bool collides(const char *a, enum pd_metric_type type, const char *b)
 {
-    static const char *const suffix[] = { "_bucket", "_sum", "_count" };
+    static const char *const suffix[] = { "_total", "_bucket", "_sum", "_count" };
     size_t n = strlen(a);
-    for (int i = 0; type == PD_HISTOGRAM && i < 3; i++)
+    for (int i = 0; i < (type == PD_HISTOGRAM ? 4 : 1); i++)
         if (!strncmp(a, b, n) && !strcmp(b + n, suffix[i]))
             return true;
     return false;

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/un.h>
 #include <unistd.h>
 #include "../base/cli.h"
 #include "../base/clock.h"
@@ -11,6 +12,7 @@
 #include "../base/opt.h"
 #include "../base/stop.h"
 #include "../wire/pack.h"
+#include "../wire/unix.h"
 #include "../wire/value.h"
 #include "daemon.h"
 #include "http.h"
@@ -75,6 +77,7 @@ int pd_daemon_from_cli(struct pd_daemon_opts *o, struct pd_err *e)
 int pd_daemon_address(const char *s, char *out, size_t cap, struct pd_err *e)
 {
     char here[4096];
+    struct sockaddr_un a;
     int n;
     if (strncmp(s, "unix:", 5) || !s[5])
         return pd_fail(e, PD_EUSAGE, "'%s' is no endpoint of a daemon (example: unix:/run/pd/d0)", s);
@@ -84,7 +87,9 @@ int pd_daemon_address(const char *s, char *out, size_t cap, struct pd_err *e)
         return pd_fail_sys(e, "%s: the current folder has no name", s);
     else
         n = snprintf(out, cap, "unix:%s/%s", here, s + 5);
-    return n < 0 || (size_t)n >= cap ? pd_fail(e, PD_EUSAGE, "%s: the path is too long", s) : 0;
+    if (n < 0 || (size_t)n >= cap)
+        return pd_fail(e, PD_EUSAGE, "%s: the path is too long", s);
+    return pd_unix_address(out + 5, &a, e);     /* a relative name that can be listened on may be too long for who dials it from elsewhere */
 }
 
 /* ---- states ---- */

@@ -67,7 +67,7 @@ extern struct poptOption pd_daemon_options[];
 int pd_daemon_from_cli(struct pd_daemon_opts *o, struct pd_err *e);     /* fills what the options say; PD_EUSAGE names the option */
 
 struct pd_daemon;
-/* "unix:PATH" with PATH made absolute, for others to dial; PD_EUSAGE: it is no such endpoint. */
+/* "unix:PATH" with PATH made absolute, for others to dial; PD_EUSAGE: it is no such endpoint, or too long for a socket. */
 int pd_daemon_address(const char *listen, char *out, size_t cap, struct pd_err *e);
 /* Raises the soft limit of open files to the hard one. hooks is copied. The sockets exist after this; PD_EUSAGE: a path that cannot be, or another daemon is
  * there. */

@@ -136,15 +136,15 @@ static void *compute(void *arg)
         k->last_call = &k->calls;
         pthread_mutex_unlock(&k->lock);
         for (; c; c = next) {
+            struct pd_call now = *c;
             next = c->next;
             pthread_mutex_lock(&k->lock);
-            c->queued = false;
+            c->queued = false;          /* from here on the loop may write to it, to queue it again */
             pthread_mutex_unlock(&k->lock);
-            struct pd_desk_run *r = c->run;
-            c->fn(c->ctx);
-            if (r) {
-                r->n_called++;
-                touch(k, r);
+            now.fn(now.ctx);
+            if (now.run) {
+                now.run->n_called++;
+                touch(k, now.run);
             }
         }
         if (k->say) {           /* a first token that came with its KV does not wait for the second one to be computed */
@@ -594,7 +594,7 @@ int pd_desk_new(const struct pd_desk_opts *o, const struct pd_desk_ops *ops, str
 
 void pd_desk_on(struct pd_desk *k, struct pd_daemon *d)
 {
-    static const struct pd_metric_about runs = { .name = "pd_runs", .help = "Runs in hand.", .type = PD_GAUGE };
+    static const struct pd_metric_about runs = { .name = "pd_runs_in_hand", .help = "Runs in hand.", .type = PD_GAUGE };
     k->d = d;
     k->l = pd_daemon_loop(d);
     pd_metric_get(pd_daemon_metrics(d), &runs, (const char *const[PD_METRIC_LABELS]){ NULL }, &k->m_runs, &(struct pd_err){ 0 });

@@ -3,6 +3,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <sys/random.h>
+#include <sys/un.h>
 #include <unistd.h>
 #include "../base/cli.h"
 #include "../base/clock.h"
@@ -10,6 +11,7 @@
 #include "../base/proc.h"
 #include "../kv/handover.h"
 #include "../wire/endpoint.h"
+#include "../wire/unix.h"
 #include "../wire/value.h"
 #include "../xfer/proto.h"
 #include "register.h"
@@ -335,7 +337,9 @@ int pd_register_new(struct pd_daemon *d, const struct pd_register_opts *o, struc
     r->rec.listen = str(r->address);
     r->rec.pid = (uint32_t)getpid();
     r->rec.beat_us = dopts->beat_us;
-    if ((rc = pd_daemon_address(dopts->listen[0], r->address, sizeof r->address, e)) < 0 || (rc = pd_gen_new(gen, e)) < 0)
+    if ((rc = pd_daemon_address(dopts->listen[0], r->address, sizeof r->address, e)) < 0)
+        pd_err_prefix(e, "--listen");
+    if (rc < 0 || (rc = pd_gen_new(gen, e)) < 0)
         goto out;
     r->rec.listen.n = strlen(r->address);
     memcpy(r->rec.life, gen, sizeof r->rec.life);
@@ -349,6 +353,11 @@ int pd_register_new(struct pd_daemon *d, const struct pd_register_opts *o, struc
         }
         if (strncmp(s, "unix:", 5) || !s[5]) {
             rc = pd_fail(e, PD_EUSAGE, "--register: '%s' is no endpoint of a router (example: --register unix:/run/pd/route)", s);
+            goto out;
+        }
+        struct sockaddr_un a;
+        if ((rc = pd_unix_address(s + 5, &a, e)) < 0) {
+            pd_err_prefix(e, "--register");
             goto out;
         }
         *t = (struct router){ .r = r, .path = s + 5, .wait_us = FIRST_US, .opts = { .name = s, .set = pd_daemon_conns(d) } };

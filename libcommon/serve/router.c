@@ -287,7 +287,7 @@ static int make_metrics(struct pd_router *r, struct pd_err *e)
 #define COUNTER(n, h, ...) { .name = n, .help = h, .type = PD_COUNTER, __VA_ARGS__ }
 #define GAUGE(n, h, ...) { .name = n, .help = h, .type = PD_GAUGE, __VA_ARGS__ }
 #define SECONDS(n, h) { .name = n, .help = h, .type = PD_HISTOGRAM, .scale = 6, .bounds = pd_latency_bounds, .n_bounds = pd_n_latency_bounds }
-    const struct pd_metric_about runs = GAUGE("pd_runs", "Runs in hand."), queue = GAUGE("pd_route_queue", "Runs that wait for a worker."),
+    const struct pd_metric_about runs = GAUGE("pd_runs_in_hand", "Runs in hand."), queue = GAUGE("pd_route_queue", "Runs that wait for a worker."),
         ends = COUNTER("pd_runs_total", "Runs, by how they ended.", .label = { "end" }), modes = COUNTER("pd_routes_total", "Decisions, by mode.",
             .label = { "mode" }),
         again = COUNTER("pd_route_again_total", "Decisions for a run that its workers failed before its first token went out: another prefill worker, another "

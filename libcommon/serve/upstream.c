@@ -1,7 +1,9 @@
 #include <stdio.h>
+#include <sys/un.h>
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../wire/pack.h"
+#include "../wire/unix.h"
 #include "dispatch.h"
 #include "upstream.h"
 
@@ -105,10 +107,12 @@ static void dial(struct side *s)
     if (rc == 0 && !is_req(s) && (rc = ask_to_follow(s->c, &e)) < 0)
         pd_conn_close(s->c, &e);
     else if (rc < 0) {
+        char was[sizeof u->trouble];
         s->c = NULL;
-        if (rc != PD_ENOWORKER && strcmp(u->trouble, e.msg))
-            pd_warn("worker %s: %s", u->at, e.msg);
+        memcpy(was, u->trouble, sizeof was);
         snprintf(u->trouble, sizeof u->trouble, "%.190s", e.msg);
+        if (rc != PD_ENOWORKER && strcmp(was, u->trouble))      /* the same is said once */
+            pd_warn("worker %s: %s", u->at, e.msg);
         later(s);
     } else if (is_req(s))
         u->o.cb->up(u->o.ctx, u);
@@ -118,9 +122,12 @@ static void on_again(void *ctx) { dial(ctx); }
 
 int pd_upstream_new(struct pd_loop *l, const struct pd_upstream_opts *o, struct pd_upstream **out, struct pd_err *e)
 {
+    struct sockaddr_un a;
     int rc = PD_ENOMEM;
     if (strncmp(o->at, "unix:", 5) || !o->at[5])
         return pd_fail(e, PD_EUSAGE, "'%s' is no endpoint of a worker (example: unix:/run/pd/d0)", o->at);
+    if (pd_unix_address(o->at + 5, &a, e) < 0)
+        return PD_EUSAGE;
     struct pd_upstream *u = pd_calloc(1, sizeof *u, "a worker's connections", e);
     if (!u)
         return rc;

@@ -250,7 +250,7 @@ s.connect(os.path.join(tmp.name, "a.http"))
 s.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
 text = b"".join(iter(lambda: s.recv(65536), b"")).decode()
 m = dict(line.rsplit(" ", 1) for line in text.split("\r\n\r\n", 1)[1].splitlines() if not line.startswith("#"))
-ok(int(m['pd_runs_total{end="completed"}']) > 500 and m["pd_runs"] == "0" and m['pd_kv_blocks{state="used"}'] == "0" and int(m["pd_ttft_seconds_count"]) > 500,
+ok(int(m['pd_runs_total{end="completed"}']) > 500 and m["pd_runs_in_hand"] == "0" and m['pd_kv_blocks{state="used"}'] == "0" and int(m["pd_ttft_seconds_count"]) > 500,
    "metrics agree", text)
 
 # ---- drain ----

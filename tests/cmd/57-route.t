@@ -579,7 +579,7 @@ s.connect(f"{tmp.name}/m")
 got = r.ask(S)
 s.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
 m = b"".join(iter(lambda: s.recv(65536), b"")).decode()
-ok('pd_runs_total{end="completed"} 1' in m and 'pd_routes_total{mode="aggregated"} 1' in m and "pd_ttft_seconds_count 1" in m and "pd_runs 0" in m, "metrics agree", m)
+ok('pd_runs_total{end="completed"} 1' in m and 'pd_routes_total{mode="aggregated"} 1' in m and "pd_ttft_seconds_count 1" in m and "pd_runs_in_hand 0" in m, "metrics agree", m)
 c = r.client(*[dict(S, id=i) for i in range(5)])
 until(lambda: len(a.requests) == 6)
 rc, err = r.stop()
@@ -612,7 +612,7 @@ checked(r, "asking")
 a.die()
 for args, why in ((["--listen", f"unix:{tmp.name}/u", "--policy", "best"], "--policy"), (["--listen", f"unix:{tmp.name}/u", "--worker", "tcp:x:1"], "--worker"), ([], "nothing to do"),
                   (["--listen", f"unix:{tmp.name}/u", "--wait", "3"], "--wait"), (["--check"], "of which workers"), (["--status", "unix:x", "--check"], "exclude"),
-                  (["--listen", f"unix:{tmp.name}/u", "--attempts", "0"], "--attempts"), (["--listen", f"unix:{tmp.name}/u", "--format", "json"], "--format")):
+                  (["--listen", f"unix:{tmp.name}/u", "--attempts", "0"], "--attempts"), (["--listen", f"unix:{tmp.name}/u", "--worker", "unix:" + "x" * 200], "107 bytes"), (["--listen", f"unix:{tmp.name}/u", "--format", "json"], "--format")):
     x = run([f"{B}/bin/pd-route", *args], timeout=20)
     ok(x.returncode == 2 and why in x.stderr.decode() and tap.one_line(x.stderr), f"usage: {' '.join(args)[-60:]}", (x.returncode, x.stderr))
 tap.done()

@@ -194,7 +194,8 @@ static void bad_families_are_refused_by_name(void **state)
         { { .name = "ok", .type = PD_HISTOGRAM, .label = { "le" } }, "'le'" }, { { .name = "ok", .type = PD_COUNTER, .label = { "a", "a" } }, "twice" }, { { .name = "ok", .type = PD_COUNTER, .scale = 10 }, "scale" },
         { { .name = "ok", .type = PD_HISTOGRAM, .bounds = down, .n_bounds = 2 }, "do not rise" }, { { .name = "ok", .type = PD_GAUGE, .bounds = down, .n_bounds = 1 }, "bounds" },
         { { .name = "pd_requests_total", .type = PD_GAUGE }, "another type" }, { { .name = "pd_requests_total", .type = PD_COUNTER, .label = { "role" } }, "another type" },
-        { { .name = "pd_ttft_seconds_sum", .type = PD_GAUGE }, "called like" }, { { .name = "pd_ttft", .type = PD_HISTOGRAM }, NULL }, { { .name = "pd", .type = PD_HISTOGRAM }, NULL },
+        { { .name = "pd_ttft_seconds_sum", .type = PD_GAUGE }, "called like" }, { { .name = "pd_requests", .type = PD_GAUGE }, "called like" },
+        { { .name = "pd_ttft", .type = PD_HISTOGRAM }, NULL }, { { .name = "pd", .type = PD_HISTOGRAM }, NULL },
         { { .name = "pd_blocks_count", .type = PD_GAUGE }, NULL } };
     struct pd_metrics *m;
     struct pd_metric *s;

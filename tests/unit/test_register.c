@@ -99,6 +99,11 @@ static void addresses_are_absolute(void **state)
     assert_string_equal(out, want);
     assert_int_equal(pd_daemon_address("unix:", out, sizeof out, &e), PD_EUSAGE);
     assert_int_equal(pd_daemon_address("tcp:a:1", out, sizeof out, &e), PD_EUSAGE);
+    snprintf(want, sizeof want, "unix:/%0*d", 106, 0);
+    assert_int_equal(pd_daemon_address(want, out, sizeof out, &e), 0);
+    snprintf(want, sizeof want, "unix:/%0*d", 107, 0);
+    assert_int_equal(pd_daemon_address(want, out, sizeof out, &e), PD_EUSAGE);
+    assert_non_null(strstr(e.msg, "at most 107 bytes"));
     assert_int_equal(pd_daemon_address("unix:/a/much/too/long/name", small, sizeof small, &e), PD_EUSAGE);
 }
 
