@@ -1,0 +1,149 @@
+/* route/estimate: what is learnt of made-up machines whose costs are known. */
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+#include <stdlib.h>
+#include "../../libcommon/route/estimate.h"
+
+static uint64_t rng = 1;
+static double uniform(void)
+{
+    rng = rng * 6364136223846793005u + 1442695040888963407u;
+    return (double)(rng >> 11) / 9007199254740992.0;
+}
+
+/* Log-normal about 1: what the noise of a step looks like, with `tail` of a hundred steps held up. */
+static double noise(double sigma, double tail)
+{
+    double n = exp(sigma * sqrt(-2 * log(uniform() + 1e-12)) * cos(6.283185307179586 * uniform()));
+    return uniform() * 100 < tail ? n * (2 + 3 * uniform()) : n;
+}
+
+static const double edge[] = { 128, 512, 2048 };
+static const double zero[3], typical[] = { 1, 1000, 1e6 };
+
+/* prefill of n tokens after c, us */
+static double machine(double n, double c, double speed) { return (800 + 160 * n + 0.01 * n * (c + n / 2)) * speed; }
+static void inputs(double n, double c, double *x)
+{
+    x[0] = 1;
+    x[1] = n;
+    x[2] = n * (c + n / 2);
+}
+static double some_n(void) { return floor(exp(log(16) + uniform() * log(4096 / 16.0))); }
+
+static double error_of(const struct pd_term *t, double speed)
+{
+    double worst = 0, x[3];
+    for (double n = 16; n <= 4096; n *= 2)
+        for (double c = 0; c <= 4096; c += 2048) {
+            inputs(n, c, x);
+            double r = pd_term_cost(t, x, 0, 1).p50 / machine(n, c, speed);
+            worst = fmax(worst, fabs(r - 1));
+        }
+    return worst;
+}
+
+static void from_nothing(void **state)
+{
+    struct pd_term t;
+    double x[3];
+    pd_term_open(&t, 3, zero, typical, edge);
+    inputs(100, 0, x);
+    assert_true(pd_term_cost(&t, x, 0, 1).cold);
+    for (int i = 0; i < 300; i++) {
+        double n = some_n(), c = floor(uniform() * 4096);
+        inputs(n, c, x);
+        assert_true(pd_term_learn(&t, x, machine(n, c, 1) * noise(0.05, 1), 10));
+    }
+    assert_true(error_of(&t, 1) < 0.1);
+    assert_false(pd_term_cost(&t, x, 10, 1).cold);
+}
+
+/* A guess that is wrong by a factor is left behind; a machine that changes its speed is followed. */
+static void follows(void **state)
+{
+    struct pd_term t;
+    double x[3], start[] = { 8000, 16, 0 };
+    pd_term_open(&t, 3, start, typical, edge);
+    for (int round = 0; round < 4; round++) {
+        double speed = round & 1 ? 2.5 : 1;
+        for (int i = 0; i < 1500; i++) {
+            double n = some_n(), c = floor(uniform() * 4096);
+            inputs(n, c, x);
+            pd_term_learn(&t, x, machine(n, c, speed) * noise(0.1, 0), 10);
+        }
+        assert_true(error_of(&t, speed) < 0.15);
+    }
+}
+
+/* P95 is what 95 % stay below, whatever the noise, also when it changes in between. */
+static void covers(void **state)
+{
+    static const double sigma[] = { 0.02, 0.3, 0.1, 0.6 }, tail[] = { 0, 2, 10, 5 };
+    struct pd_term t;
+    pd_term_open(&t, 3, zero, typical, edge);
+    uint64_t judged = 0, covered = 0;
+    for (int round = 0; round < 4; round++) {
+        uint64_t in = 0;
+        for (int i = 0; i < 2000; i++) {
+            double n = some_n(), c = floor(uniform() * 4096), x[3];
+            inputs(n, c, x);
+            double y = machine(n, c, 1) * noise(sigma[round], tail[round]);
+            struct pd_cost p = pd_term_cost(&t, x, 10, 1);
+            if (i >= 100) {
+                in += y <= p.p95;
+                judged++;
+            }
+            pd_term_learn(&t, x, y, 10);
+        }
+        assert_true(in >= 1900 * 0.93 && in <= 1900 * 0.97);
+        covered += in;
+    }
+    assert_true(fabs((double)covered / (double)judged - 0.95) < 0.01);
+    assert_true(fabs(pd_term_coverage(&t) - 0.95) < 0.01);
+}
+
+static void accidents_and_lies(void **state)
+{
+    struct pd_term t;
+    double x[3];
+    pd_term_open(&t, 3, zero, typical, edge);
+    for (int i = 0; i < 500; i++) {
+        double n = some_n();
+        inputs(n, 0, x);
+        pd_term_learn(&t, x, machine(n, 0, 1) * noise(0.03, 0), 10);
+    }
+    inputs(512, 0, x);
+    assert_true(pd_term_learn(&t, x, machine(512, 0, 1000), 10));       /* one step that took a thousand times as long */
+    assert_true(error_of(&t, 1) < 0.15);
+    struct pd_term was = t;
+    assert_false(pd_term_learn(&t, x, NAN, 11) || pd_term_learn(&t, x, INFINITY, 11) || pd_term_learn(&t, x, 0, 11) || pd_term_learn(&t, x, -5, 11));
+    x[1] = NAN;
+    assert_false(pd_term_learn(&t, x, 100, 11));
+    assert_memory_equal(&t, &was, sizeof t);
+    struct pd_cost old;
+    inputs(512, 0, x);
+    old = pd_term_cost(&t, x, 10, 100);
+    assert_false(old.stale);
+    struct pd_cost c = pd_term_cost(&t, x, 111, 100);
+    assert_true(c.stale && c.p50 == old.p50 && c.p95 > 1.9 * old.p95);
+}
+
+static void sums(void **state)
+{
+    struct pd_sum s = { 0 };
+    pd_sum_add(&s, (struct pd_cost){ 100, 130, false, false });
+    pd_sum_add(&s, (struct pd_cost){ 10, 50, true, false });
+    struct pd_cost c = pd_sum_cost(&s);
+    assert_true(c.p50 == 110 && fabs(c.p95 - 160) < 1e-9 && c.cold && !c.stale);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = { cmocka_unit_test(from_nothing), cmocka_unit_test(follows), cmocka_unit_test(covers), cmocka_unit_test(accidents_and_lies),
+        cmocka_unit_test(sums) };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
