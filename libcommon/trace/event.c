@@ -10,12 +10,14 @@
 #include "../base/log.h"
 #include "event.h"
 
+enum { ROOM = 8192 };
 struct pd_trace {
     int fd;
     char *path, *worker, *revision, *domain;
     char role[12];
     uint64_t max_bytes;
     atomic_bool warned, rotating;
+    struct pd_buf room; atomic_bool used;       /* where an event is put together: none is lost for want of memory; a thread that finds it used takes its own */
 };
 
 static void trace_free(struct pd_trace *t)
@@ -26,6 +28,7 @@ static void trace_free(struct pd_trace *t)
     pd_free(t->worker);
     pd_free(t->revision);
     pd_free(t->domain);
+    pd_buf_free(&t->room);
     pd_free(t);
 }
 
@@ -41,7 +44,7 @@ int pd_trace_open(const char *path, const char *worker, const char *role, struct
     int rc = PD_ENOMEM;
     t->path = pd_strndup(path, strlen(path), e);
     t->worker = t->path ? pd_strndup(worker ? worker : "", worker ? strlen(worker) : 0, e) : NULL;
-    if (!t->worker)
+    if (!t->worker || pd_buf_reserve(&t->room, ROOM, e) < 0)
         goto out;
     snprintf(t->role, sizeof t->role, "%s", role ? role : "");
     t->fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
@@ -113,7 +116,7 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
     if (!t)
         return;
     struct pd_event v = *ev;
-    struct pd_buf b = { 0 };
+    struct pd_buf own = { 0 }, *b = atomic_exchange(&t->used, true) ? &own : &t->room;
     struct pd_err e;
     if (!v.worker.p && t->worker[0])
         v.worker = (struct pd_str){ t->worker, strlen(t->worker) };
@@ -127,11 +130,15 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
         v.t_us = pd_wall_us();
     if (!v.mono_us)
         v.mono_us = pd_mono_us();
-    if (pd_event_encode(&v, &b, &e))
+    b->n = 0;
+    if (pd_event_encode(&v, b, &e))
         warn_once(t, e.msg);
     else
-        pd_trace_record(t, b.p, b.n);
-    pd_buf_free(&b);
+        pd_trace_record(t, b->p, b->n);
+    if (b == &own)
+        pd_buf_free(b);
+    else
+        atomic_store(&t->used, false);
 }
 
 static void copy16(uint8_t to[16], bool *has, const uint8_t *from)

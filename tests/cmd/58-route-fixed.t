@@ -16,12 +16,11 @@ except ImportError:             # the environment of the tests has it
     os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
 
 import tap
-from fake import Fake, Router, results, right, silent, tokens, tokens_of, until
+from fake import Decode, Prefill, Router, results, right, silent, tokens, tokens_of, until
 from tap import B, ok, run
 
 tmp = tempfile.TemporaryDirectory()
 turn = 0
-by_path = {}
 
 
 def at(name):
@@ -30,47 +29,14 @@ def at(name):
     return os.path.join(tmp.name, f"{name}{turn}")
 
 
-class D(Fake):
-    """Waits for the KV of a remote run; computes another at once."""
-
-    def __init__(self, *args, **kw):
-        kw.setdefault("role", "decode")
-        self.lock, self.pending, self.given = threading.Lock(), {}, set()
-        self.taken = self.whole
-        super().__init__(at("d"), *args, **dict(kw, serve=kw.get("serve") or D.decode))
-        by_path["unix:" + self.path] = self
-
-    def decode(self, c, req):
-        route = req["route"]
-        with self.lock:
-            key = (req["run"], route["op"])
-            if route["mode"] == "remote" and key not in self.given:
-                self.pending[req["run"]] = (c, req)
-                return
-            self.pending.pop(req["run"], None)
-        self.taken(c, req)
-
-    def give(self, run_, op):
-        with self.lock:
-            self.given.add((run_, op))
-            waits = self.pending.pop(run_, None)
-        if waits and waits[1]["route"]["op"] == op:
-            self.taken(*waits)
+class D(Decode):
+    def __init__(self, **kw):
+        super().__init__(at("d"), **kw)
 
 
-class P(Fake):
-    def __init__(self, *args, **kw):
-        super().__init__(at("p"), *args, **dict(kw, role="prefill", serve=kw.get("serve") or P.prefill))
-
-    def prefill(self, c, req):
-        self.answer(c, req)
-        by_path[req["route"]["d"]["at"]].give(req["run"], req["route"]["op"])
-
-    def answer(self, c, req):
-        c.put({"pd": "kv", "v": 1, "run": req["run"], "payload": None})
-
-    def on_cancel(self, c, r):
-        pass
+class P(Prefill):
+    def __init__(self, **kw):
+        super().__init__(at("p"), **kw)
 
 
 def die(self, c, req):
