@@ -147,18 +147,18 @@ static void narrow(struct pd_decision *o, struct pd_candidate *row, uint32_t n, 
 
 static bool better(uint64_t cost_a, uint64_t given_a, uint64_t cost_b, uint64_t given_b) { return cost_a < cost_b || (cost_a == cost_b && given_a < given_b); }
 
-static bool any_full(const struct pd_candidate *row, uint32_t n)
+static bool has(const struct pd_candidate *row, uint32_t n, enum pd_excluded x)
 {
     for (uint32_t i = 0; i < n; i++)
-        if (row[i].x >= PD_X_RUNS)
+        if (row[i].x == x)
             return true;
     return false;
 }
 
-static bool any_ok(const struct pd_candidate *row, uint32_t n)
+static bool any_full(const struct pd_candidate *row, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++)
-        if (!row[i].x)
+        if (row[i].x >= PD_X_RUNS)
             return true;
     return false;
 }
@@ -229,10 +229,11 @@ static void choose_pair(struct pd_registry *r, struct pd_decision *o)
             p->detail = first;
         }
     }
-    bool p_left = any_ok(o->p_row, o->n_p), d_left = any_ok(o->d_row, o->n_d);
+    bool p_left = has(o->p_row, o->n_p, PD_X_NO), d_left = has(o->d_row, o->n_d, PD_X_NO);
     o->mode = PD_MODE_REMOTE;
     o->outcome = o->d ? PD_CHOSEN
-        : (any_full(o->p_row, o->n_p) && (d_left || any_full(o->d_row, o->n_d))) || (any_full(o->d_row, o->n_d) && p_left) ? PD_WAIT_ROOM : PD_WAIT_WORKER;
+        : (any_full(o->p_row, o->n_p) && (d_left || any_full(o->d_row, o->n_d))) || (any_full(o->d_row, o->n_d) && p_left) ? PD_WAIT_ROOM
+        : !p_left && d_left && has(o->p_row, o->n_p, PD_X_TRIED) ? PD_NO_PREFILL : PD_WAIT_WORKER;
 }
 
 void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_decision *o)

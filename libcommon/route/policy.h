@@ -44,7 +44,7 @@ enum pd_outcome {
     PD_CHOSEN,
     PD_WAIT_ROOM,       /* somebody may, and is full: it comes when a run ends */
     PD_WAIT_WORKER,     /* nobody may now */
-    PD_NO_PREFILL,      /* fixed: somebody could decode, and no prefill worker is there */
+    PD_NO_PREFILL,      /* fixed: somebody could decode, and no prefill worker is there, or each has failed this run */
     PD_NEVER            /* no worker that is here could ever: an adapter or a context that none has */
 };
 #define PD_MAX_CANDIDATES 1024

@@ -498,8 +498,10 @@ void pd_rt_dispatch(struct pd_router *r)
         enum pd_outcome got, others = PD_CHOSEN;        /* what every plain run gets from now on */
         for (struct pd_rt_run *run = r->queue, *next; run; run = next) {
             next = run->next_queued;
-            if (plain(run) && others == PD_WAIT_ROOM)
+            if (plain(run) && others == PD_WAIT_ROOM) {
+                run->none_since = 0;
                 continue;
+            }
             if (plain(run) && others == PD_WAIT_WORKER) {
                 run->none_since = run->none_since ? run->none_since : now;
                 continue;

@@ -524,6 +524,22 @@ ok(right(got, S) and "queue" in used[0].requests[0]["timeouts_ms"] and used[1].r
    "and of none of those once they are past", [x.requests for x in used])
 checked(r, "times that are past")
 
+# who has found nobody, and then somebody who is full
+gate.clear()
+r = router("--wait", "600ms", "--policy", "aggregated")
+c = r.client(*[dict(Q, id=i) for i in range(4)])
+r.until("queued", 4)
+a = Fake(at("a"), serve=one_by_one, max_runs=1, register=r.path)
+until(lambda: a.requests)
+time.sleep(0.8)
+ok(r.ledger()["queued"] == 3, "who waits for room is not blocked because nobody was there before", r.ledger())
+gate.set()
+c.s.shutdown(socket.SHUT_WR)
+got = list(c.records())
+ok([x["finish_reason"] for x in results(got)] == ["length"] * 4, "and is served", got)
+checked(r, "room after nobody")
+a.die()
+
 # two decode workers: the stream of one is to go on, while others wait
 go = threading.Event()
 

@@ -215,6 +215,8 @@ class Set:
         ok(not bad, f"{name}: every count is back at its start", bad)
         for c in self.clients:
             c.close()
+        fallen = [(p.name, p.p.returncode, p.said()[-600:]) for p in self.all() if not p.alive() and p.p.returncode not in (0, -signal.SIGKILL)]
+        ok(not fallen, f"{name}: nobody died but who was killed", fallen)
         living = [p for p in self.all() if p.alive()]
         for p in reversed(living):      # the router first
             p.end(30)

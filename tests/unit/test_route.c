@@ -249,6 +249,24 @@ static void pairs_agree(void **state)
     p->reachable = bad->reachable = false;
     pd_decide(&reg, &q, &dec);
     assert_int_equal(dec.outcome, PD_NO_PREFILL);
+    p->reachable = true;        /* the one that fits has failed this run: it is done without, as if it were not there */
+    struct pd_tried tried[] = { { p, p->life } };
+    q.tried = tried;
+    q.n_tried = 1;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_NO_PREFILL);
+    assert_string_equal(why(p), "failed this run already");
+    p->life++;                  /* it is back: another may be tried */
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);
+    d->said.capacity.max_runs = 1;
+    pd_member_take(d, pd_share_of(&q, d, false, true));
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_ROOM);
+    p->life--;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_WORKER);
+    pd_member_give_back(d, pd_share_of(&q, d, false, true));
     q.local = true;
     pd_decide(&reg, &q, &dec);
     assert_true(dec.outcome == PD_CHOSEN && dec.mode == PD_MODE_LOCAL && !dec.p && dec.d == d);
