@@ -205,7 +205,7 @@ struct pd_import {
     uint64_t *seen; uint32_t n_seen;    /* a bit a chunk */
     const struct pd_slabs *from;        /* another process's memory, or NULL: chunks bring their bytes */
     uint32_t *from_blocks;              /* [n_blocks] */
-    bool finished, in_place, look;
+    bool finished, in_place, look, landing;     /* landing: the peer writes into the blocks */
     uint64_t bytes;
     int64_t us;
 };
@@ -366,7 +366,7 @@ int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const
     static const struct pd_import_opts none;
     struct pd_plan plan;
     o = o ? o : &none;
-    int rc = check_offer(p, offer, o->from ? "shm" : "inline", o->convert, &plan, e);
+    int rc = check_offer(p, offer, o->from ? "shm" : o->landing ? o->landing : "inline", o->convert, &plan, e);
     if (rc)
         return rc;
     struct pd_import *im = pd_calloc(1, sizeof *im, "KV import", e);
@@ -374,9 +374,14 @@ int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const
         return PD_ENOMEM;
     im->pool = p;
     im->plan = plan;
-    im->look = o->look && !o->from;
+    im->landing = o->landing != NULL;
+    im->look = o->look && !o->from && !o->landing;
     if ((rc = keep_offer(im, offer, e)) || (rc = set_form(im, e)))
         goto out;
+    if (im->landing && im->converts) {
+        rc = pd_fail(e, PD_EINCOMPAT, "run %s: what has to be converted cannot be written straight into its place (%s)", offer->run, o->landing);
+        goto out;
+    }
     uint32_t held_ranges = im->converts ? 0 : (o->n_held < plan.n_blocks ? o->n_held : plan.n_blocks) / plan.chunk_blocks, n_held = held_ranges * plan.chunk_blocks;
     rc = PD_ENOMEM;
     if (!(im->blocks = pd_calloc(im->n_table, sizeof *im->blocks, "KV block table", e)) ||
@@ -546,8 +551,8 @@ static int take_elsewhere(struct pd_import *im, uint32_t index, struct place at,
 
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e)
 {
-    if (!im->from || index >= im->plan.n_chunks)
-        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u is not one of %u that lie in the peer's memory", im->offer.run, index, im->from ? im->plan.n_chunks : 0);
+    if ((!im->from && !im->landing) || index >= im->plan.n_chunks)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u is not one of %u that lie in memory", im->offer.run, index, im->from || im->landing ? im->plan.n_chunks : 0);
     if (pd_import_has(im, index))
         return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u came twice", im->offer.run, index);
     struct place at = place_of(&im->plan, index);
@@ -565,10 +570,10 @@ int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd
     for (int v = 0; v < 2; v++)
         for (uint32_t i = at.block0; i < at.block0 + at.blocks; i++) {
             uint8_t *to = pd_pool_base(im->pool, im->blocks[i]) + pd_pool_off(im->pool, (int)at.layer, v);
-            const uint8_t *what = pd_slabs_at(im->from, im->from_blocks[i], (int)at.layer, v);
+            const uint8_t *what = im->from ? pd_slabs_at(im->from, im->from_blocks[i], (int)at.layer, v) : to;
             if (to != what)
                 memcpy(to, what, bytes);
-            if (to != what && pd_fault("flip"))
+            if ((to != what || !im->from) && pd_fault("flip"))
                 to[bytes / 2] ^= 1;
             last[v] = to;
         }
@@ -638,11 +643,11 @@ int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd
     return rc;
 }
 
-int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, struct pd_slabs *from, const uint32_t *from_blocks, struct pd_err *e)
+int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_err *e)
 {
     struct pd_plan plan;
     struct pd_kvdesc same = *offer;
-    int rc = check_offer(im->pool, offer, from ? "shm" : "inline", im->converts, &plan, e);
+    int rc = check_offer(im->pool, offer, o->from ? "shm" : o->landing ? o->landing : "inline", im->converts, &plan, e);
     if (rc)
         return rc;
     if (im->in_place)
@@ -654,7 +659,8 @@ int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, struct
     if ((rc = keep_payload(im, &offer->payload, e)))
         return rc;
     im->finished = false;
-    return keep_from(im, from, from_blocks, e);
+    im->landing = o->landing != NULL;
+    return keep_from(im, o->from, o->from_blocks, e);
 }
 
 uint32_t pd_import_missing(const struct pd_import *im) { return im->plan.n_chunks - im->n_seen; }

@@ -38,14 +38,21 @@ int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd
  * slabs have the pool's shape: full blocks stand in the block table as the peer's, only a last block that is not full is copied. from outlives the import.
  * look: only look: each chunk is checked, nothing is kept and no block taken (the caller passes the bytes on).
  * convert: PD_CONV_* (convert.h) of what may differ between the offer's layout and the pool's: it is verified as it came, then put into the pool's form. What is
- * converted is neither held nor read in place. */
-struct pd_import_opts { const uint32_t *held; uint32_t n_held; struct pd_slabs *from; const uint32_t *from_blocks; bool lend, look; unsigned convert; };
+ * converted is neither held nor read in place, and does not land.
+ * landing: the scheme by which the peer writes the payload into the blocks themselves (pd_import_blocks); pd_import_sum then says that a chunk is there. */
+struct pd_import_opts {
+    const uint32_t *held; uint32_t n_held;
+    struct pd_slabs *from; const uint32_t *from_blocks;
+    bool lend, look;
+    unsigned convert;
+    const char *landing;
+};
 int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, uint32_t *n_used, struct pd_err *e);
-/* A chunk that lies in the peer's memory: copied where it is not read in place, then what will be used is held against its checksum. Errors as pd_import_chunk. */
+/* A chunk that lies in the peer's memory, or has landed: copied where that is not where it will be used, then what will be used is held against its checksum. Errors as pd_import_chunk. */
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e);
 /* The same run offered again, after its link died: the import goes on, with what was verified. PD_ECORRUPT: not that run, generation, tokens, layout.
- * Blocks read in place are not resumed (PD_EFAIL). */
-int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, struct pd_slabs *from, const uint32_t *from_blocks, struct pd_err *e);
+ * Blocks read in place are not resumed (PD_EFAIL). Of o only from, from_blocks, landing. */
+int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_err *e);
 uint32_t pd_import_missing(const struct pd_import *im);                         /* chunks */
 unsigned pd_import_converts(const struct pd_import *im);                        /* what it converts */
 bool pd_import_in_place(const struct pd_import *im);                            /* some block is read where the peer has it */

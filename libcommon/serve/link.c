@@ -20,7 +20,7 @@ struct pd_link {
     void *user;
     char path[sizeof ((struct sockaddr_un *)0)->sun_path];      /* of one that was dialled */
     int raw;                            /* the socket of descriptors, or -1 */
-    struct pd_watch *w_raw;
+    struct pd_watch *w_raw, *w_done;    /* w_done: completions of rdma */
     bool raw_wanted, raw_dead;          /* giving: it is to be dialled; it cannot be */
     struct pd_timer *t_tick, *t_work, *t_raw;
     struct pd_post turn;
@@ -52,6 +52,7 @@ static void link_free(struct pd_link *k)
     if (k->queued)
         pd_loop_undefer(k->s->o.l, &k->turn);
     close_raw(k);
+    pd_watch_free(k->w_done);
     pd_timer_free(k->t_tick);
     pd_timer_free(k->t_work);
     pd_timer_free(k->t_raw);
@@ -158,7 +159,31 @@ static bool shm_is_used(const struct pd_link *k)
     return shm && (!not || shm < not);
 }
 
-const char *pd_link_via(const struct pd_link *k) { return shm_is_used(k) && k->raw < 0 ? "inline" : NULL; }
+const char *pd_link_via(const struct pd_link *k) { return !strncmp(pd_xfer_via(k->x), "shm", 3) && k->raw < 0 ? "inline" : NULL; }
+
+/* ---- completions ---- */
+
+static void on_done(void *ctx, unsigned ready)
+{
+    struct pd_link *k = ctx;
+    (void)ready;
+    pd_xfer_poll(k->x, pd_mono_us());
+    pd_link_soon(k);
+}
+
+static void watch_done(struct pd_link *k)
+{
+    struct pd_err e;
+    int fd = pd_xfer_fd(k->x);
+    if (fd < 0) {
+        pd_watch_free(k->w_done);
+        k->w_done = NULL;
+    } else if (!k->w_done) {
+        if (pd_watch_new(k->s->o.l, fd, on_done, k, &k->w_done, &e) < 0 || pd_watch_set(k->w_done, PD_READ, &e) < 0)
+            pd_xfer_lost(k->x, e.msg, pd_mono_us());
+        pd_xfer_poll(k->x, pd_mono_us());
+    }
+}
 
 /* ---- the turn ---- */
 
@@ -202,6 +227,7 @@ static void on_turn(void *ctx)
     k->queued = false;
     if (!k->working)
         work(k);
+    watch_done(k);
     if (giving(k))
         pass_fds(k);            /* slabs that are new, before offers that name them */
     while (!k->closed && pd_xfer_event(k->x, &ev)) {

@@ -70,6 +70,8 @@ int pd_unpack_ids(const char *name, struct pd_bin v, int32_t **out, uint32_t *n,
 int pd_unpack_raw(const char *name, struct pd_bin v, struct pd_bin *out, struct pd_unpack *u);           /* canonical copy */
 int pd_unpack_strs(const char *name, struct pd_bin v, struct pd_str **out, uint32_t *n, struct pd_unpack *u);   /* a list of at most 64 strings */
 void pd_pack_strs(const struct pd_str *s, uint32_t n, struct pd_packer *k);
+void pd_pack_runs(const char *name, const struct pd_payload_run *runs, uint32_t n, struct pd_packer *k);      /* a list of [base, stride, count, len] */
+int pd_unpack_runs(const char *name, struct pd_bin v, struct pd_payload_run **runs, uint32_t *n, struct pd_unpack *u);
 void pd_pack_top(struct pd_packer *k, const struct pd_top *top, uint32_t n);
 extern const struct pd_table pd_layout_table, pd_fp_table;  /* of struct pd_kv_layout; of {sha, fields} in struct pd_fp_rec */
 struct pd_fp_rec { uint8_t sha[PD_SHA_LEN]; struct pd_bin fields; };

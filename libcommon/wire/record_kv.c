@@ -78,14 +78,13 @@ static int dec_layout(void *rec, struct pd_bin v, struct pd_unpack *u) { return 
 /* runs: a list of [base, stride, count, len] */
 enum { RUN_NUMBERS = 4 };
 
-static void enc_runs(const void *rec, struct pd_packer *k)
+void pd_pack_runs(const char *name, const struct pd_payload_run *runs, uint32_t n, struct pd_packer *k)
 {
-    const struct pd_payload *p = rec;
-    msgpack_pack_array(&k->pk, p->n_runs);
-    for (uint32_t i = 0; i < p->n_runs; i++) {
-        const struct pd_payload_run *r = &p->runs[i];
+    msgpack_pack_array(&k->pk, n);
+    for (uint32_t i = 0; i < n; i++) {
+        const struct pd_payload_run *r = &runs[i];
         if ((r->base | r->stride | r->len) > INT64_MAX && !k->rc)
-            k->rc = pd_fail(k->e, PD_EFAIL, "payload.runs[%u] is past 2^63-1; a record cannot hold it", i);
+            k->rc = pd_fail(k->e, PD_EFAIL, "%s[%u] is past 2^63-1; a record cannot hold it", name, i);
         msgpack_pack_array(&k->pk, RUN_NUMBERS);
         msgpack_pack_uint64(&k->pk, r->base);
         msgpack_pack_uint64(&k->pk, r->stride);
@@ -94,26 +93,37 @@ static void enc_runs(const void *rec, struct pd_packer *k)
     }
 }
 
-static int dec_runs(void *rec, struct pd_bin v, struct pd_unpack *u)
+int pd_unpack_runs(const char *name, struct pd_bin v, struct pd_payload_run **runs, uint32_t *n_runs, struct pd_unpack *u)
 {
-    struct pd_payload *p = rec;
     struct pd_iter it, quad;
     struct pd_bin x, y;
     if (!pd_iter_open(&it, v, PD_T_ARRAY))
-        return pd_fail(u->e, u->code, "payload.runs must be a list");
-    if (!(p->runs = pd_arena_alloc(u->a, (size_t)it.left, sizeof *p->runs, u->e)))
+        return pd_fail(u->e, u->code, "%s must be a list", name);
+    if (!(*runs = pd_arena_alloc(u->a, (size_t)it.left, sizeof **runs, u->e)))
         return PD_ENOMEM;
-    for (; pd_iter_next(&it, &x); p->n_runs++) {
+    for (*n_runs = 0; pd_iter_next(&it, &x); ++*n_runs) {
         int64_t q[RUN_NUMBERS];
         int n = 0;
         if (pd_iter_open(&quad, x, PD_T_ARRAY))
             while (n < RUN_NUMBERS && pd_iter_next(&quad, &y) && pd_get_int(y, &q[n]) && q[n] >= 0)
                 n++;
         if (n < RUN_NUMBERS || quad.left || q[2] > UINT32_MAX)
-            return pd_fail(u->e, u->code, "payload.runs[%u] must be 4 whole numbers: base, stride, count, len", p->n_runs);
-        p->runs[p->n_runs] = (struct pd_payload_run){ (uint64_t)q[0], (uint64_t)q[1], (uint32_t)q[2], (uint64_t)q[3] };
+            return pd_fail(u->e, u->code, "%s[%u] must be 4 whole numbers: base, stride, count, len", name, *n_runs);
+        (*runs)[*n_runs] = (struct pd_payload_run){ (uint64_t)q[0], (uint64_t)q[1], (uint32_t)q[2], (uint64_t)q[3] };
     }
     return 0;
+}
+
+static void enc_runs(const void *rec, struct pd_packer *k)
+{
+    const struct pd_payload *p = rec;
+    pd_pack_runs("payload.runs", p->runs, p->n_runs, k);
+}
+
+static int dec_runs(void *rec, struct pd_bin v, struct pd_unpack *u)
+{
+    struct pd_payload *p = rec;
+    return pd_unpack_runs("payload.runs", v, &p->runs, &p->n_runs, u);
 }
 
 #define P(m) PD_FIELD(struct pd_payload, m)

@@ -28,6 +28,18 @@ static int dec_fp(void *rec, struct pd_bin v, struct pd_unpack *u)
     return rc;
 }
 
+#define Q(m) PD_FIELD(struct pd_rdma_at, m)
+static const struct pd_field rdma_field[] = { { "gid", PD_F_BYTES, PD_FF_REQ, Q(gid) }, { "lid", PD_F_U32, PD_FF_NZ, Q(lid) }, { "qp", PD_F_U32, PD_FF_REQ, Q(qp) },
+    { "psn", PD_F_U32, PD_FF_NZ, Q(psn) }, { "mtu", PD_F_U32, PD_FF_NZ, Q(mtu) }, { "why", PD_F_STR, PD_FF_MEND, Q(why) } };
+static const struct pd_table rdma_table = { "rdma", rdma_field, sizeof rdma_field / sizeof *rdma_field, -1 };
+static void enc_rdma(const void *rec, struct pd_packer *k) { pd_fields_encode(&rdma_table, &hello(rec)->rdma, false, 0, 0, k); }
+
+static int dec_rdma(void *rec, struct pd_bin v, struct pd_unpack *u)
+{
+    ((struct pd_hello *)rec)->has_rdma = true;
+    return pd_fields_decode(&rdma_table, v, &((struct pd_hello *)rec)->rdma, u);
+}
+
 #define H(m) PD_FIELD(struct pd_hello, m)
 static const struct pd_field hello_field[] = {
     { "conn", PD_F_BYTES, PD_FF_REQ, H(conn) }, { "version", PD_F_U32, PD_FF_REQ, H(version) }, { "version_min", PD_F_U32, PD_FF_REQ, H(version_min) },
@@ -38,7 +50,8 @@ static const struct pd_field hello_field[] = {
     { "layout", PD_F_CUSTOM, PD_FF_REQ, H(layout), .enc = enc_layout, .dec = dec_layout },
     { "via", PD_F_CUSTOM, PD_FF_REQ, H(via), .enc = enc_via, .dec = dec_via },
     { "caps", PD_F_CUSTOM, PD_FF_COUNT, H(caps), .aux = offsetof(struct pd_hello, n_caps), .enc = enc_caps, .dec = dec_caps },
-    { "slab_bytes", PD_F_U64, PD_FF_NZ, H(slab_bytes) }, { "slab_blocks", PD_F_U32, PD_FF_NZ, H(slab_blocks) } };
+    { "slab_bytes", PD_F_U64, PD_FF_NZ, H(slab_bytes) }, { "slab_blocks", PD_F_U32, PD_FF_NZ, H(slab_blocks) },
+    { "rdma", PD_F_CUSTOM, PD_FF_HAS, H(rdma), .aux = offsetof(struct pd_hello, has_rdma), .enc = enc_rdma, .dec = dec_rdma } };
 static const struct pd_table hello_table = { "hello", hello_field, sizeof hello_field / sizeof *hello_field, -1 };
 static const struct pd_field attach_field[] = { { "attach", PD_F_BYTES, PD_FF_REQ, H(attach) } };
 static const struct pd_table attach_table = { "hello", attach_field, 1, -1 };
@@ -71,14 +84,28 @@ int pd_hello_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_hel
         return pd_table_decode(&name##_table, rec, n, a, r, e); \
     }
 
+static void enc_target(const void *rec, struct pd_packer *k)
+{
+    const struct pd_accept *r = rec;
+    pd_pack_runs("target", r->target, r->n_target, k);
+}
+
+static int dec_target(void *rec, struct pd_bin v, struct pd_unpack *u)
+{
+    struct pd_accept *r = rec;
+    return pd_unpack_runs("target", v, &r->target, &r->n_target, u);
+}
+
 #define A(m) PD_FIELD(struct pd_accept, m)
 static const struct pd_field accept_field[] = { RUN_GEN(struct pd_accept), { "mode", PD_F_CHARS, PD_FF_REQ, A(mode) }, { "have", PD_F_BIN, 0, A(have) },
-                                               { "held", PD_F_U32, PD_FF_NZ, A(held) } };
+                                               { "held", PD_F_U32, PD_FF_NZ, A(held) }, { "tag", PD_F_U32, PD_FF_NZ, A(tag) },
+    { "target", PD_F_CUSTOM, PD_FF_COUNT, A(target), .aux = offsetof(struct pd_accept, n_target), .enc = enc_target, .dec = dec_target },
+    { "rkeys", PD_F_BIN, 0, A(rkeys) } };
 PAIR(accept, struct pd_accept, -1)
 
 #define D(m) PD_FIELD(struct pd_done, m)
 static const struct pd_field done_field[] = { RUN_GEN(struct pd_done), { "chunk0", PD_F_U32, PD_FF_REQ, D(chunk0) },
-                                             { "chunks", PD_F_U32, PD_FF_REQ, D(chunks) }, { "sums", PD_F_BIN, 0, D(sums) } };
+                                             { "chunks", PD_F_U32, PD_FF_REQ, D(chunks) }, { "sums", PD_F_BIN, 0, D(sums) }, { "seq", PD_F_U32, PD_FF_NZ, D(seq) } };
 PAIR(done, struct pd_done, -1)
 
 #define V(m) PD_FIELD(struct pd_verified, m)

@@ -6,6 +6,9 @@
 
 #define PD_XFER_VERSION 1
 
+/* Where a queue pair of RDMA is reached: the map `rdma` of a hello. qp 0: there is none, and `why` says why. */
+struct pd_rdma_at { uint8_t gid[16]; uint32_t lid, qp, psn, mtu /* bytes */; struct pd_str why; };
+
 /* `hello`: the first record of both ends. With `attach` it carries nothing else: this socket brings descriptors to the connection of that name.
  * fp_fields as in a kv. layout: of the pool's blocks. */
 struct pd_hello {
@@ -22,12 +25,20 @@ struct pd_hello {
     struct pd_str *via; uint32_t n_via;         /* schemes, best first */
     struct pd_str *caps; uint32_t n_caps;       /* "in_place", "resume", "held" */
     uint64_t slab_bytes; uint32_t slab_blocks;  /* shape of the pool's slabs; 0: none to share */
+    struct pd_rdma_at rdma; bool has_rdma;
 };
 
-/* `accept`: send it. have: one bit a chunk, lowest first, of those not to be sent (held already or verified before); NULL: none. */
-struct pd_accept { char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; char mode[12] /* "copy", "in_place" */; struct pd_bin have; uint32_t held /* blocks */; };
-/* `done`: chunks chunk0 .. chunk0 + chunks - 1 are complete: sent, or lying where the offer says with these checksums (8 bytes each, big-endian). */
-struct pd_done { char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; uint32_t chunk0, chunks; struct pd_bin sums; };
+/* `accept`: send it. have: one bit a chunk, lowest first, of those not to be sent (held already or verified before); NULL: none.
+ * tag, target, rkeys (rdma): where to write the last blocks of the run. Each run of target: base, the address of layer 0's K of its first block; stride, between
+ * the parts, K and V of each layer; count, how many parts; len, bytes of each. rkeys: 4 bytes each, big-endian: one of a target whose parts touch (stride ==
+ * len), else one a part. tag: the immediate with which the giver says that it writes there no more. */
+struct pd_accept {
+    char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; char mode[12] /* "copy", "in_place" */; struct pd_bin have; uint32_t held /* blocks */;
+    struct pd_payload_run *target; uint32_t n_target, tag; struct pd_bin rkeys;
+};
+/* `done`: chunks chunk0 .. chunk0 + chunks - 1 are complete: sent, or lying where the offer says with these checksums (8 bytes each, big-endian). seq (rdma):
+ * they are there when the immediate of that number has come. */
+struct pd_done { char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; uint32_t chunk0, chunks; struct pd_bin sums; uint32_t seq; };
 /* `verified`: each chunk was checked by its consumer. `release`: it reads no more of the owner's memory. */
 struct pd_verified { char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; char mode[12]; uint64_t bytes; int64_t verify_us; };
 struct pd_release { char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; uint8_t lease[16]; bool has_lease; };

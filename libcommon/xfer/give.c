@@ -10,8 +10,9 @@ static bool fence(void *ctx, const uint8_t id[PD_LEASE_ID_LEN])
     struct pd_lease_info i;
     struct pd_err e = { 0 };
     m->reading = false;
+    m->fencing = m->tr->busy && m->tr->busy(m->path, m);        /* then pd_x_give_drained says when */
     if (m->state == M_OVER || m->state == M_CANCELLING)
-        return true;
+        return !m->fencing;
     const char *cause = pd_lease_info(x->o.leases, id, &i) && i.cause ? i.cause : "its lease has ended";
     m->state = M_CANCELLING;
     m->since = x->now;
@@ -19,7 +20,7 @@ static bool fence(void *ctx, const uint8_t id[PD_LEASE_ID_LEN])
         pd_x_fatal(x, PD_ENOMEM, "%s", e.msg);
     else
         pd_x_put_cancel(m, cause);
-    return true;
+    return !m->fencing;
 }
 
 void pd_x_give_end(struct pd_move *m)
@@ -27,9 +28,19 @@ void pd_x_give_end(struct pd_move *m)
     struct pd_err e = { 0 };
     if (m->tr && m->tr->fence && m->tr->fence(m->path, m, &m->x->out, &e))
         pd_x_fatal(m->x, PD_ENOMEM, "%s", e.msg);
+    m->draining = (m->reading || m->fencing) && m->tr && m->tr->busy && m->tr->busy(m->path, m);
+    if (!m->draining)
+        pd_x_give_drained(m);
+}
+
+void pd_x_give_drained(struct pd_move *m)
+{
+    m->draining = false;
+    if (m->fencing)
+        pd_lease_fenced(m->x->o.leases, m->lease, m, m->x->now);
     if (m->reading)
         pd_lease_unread(m->x->o.leases, m->lease, m);
-    m->reading = false;
+    m->fencing = m->reading = false;
 }
 
 static int choose(struct pd_xfer *x, const char *via, struct pd_move *m, struct pd_err *e)
@@ -99,8 +110,7 @@ int pd_give(struct pd_xfer *x, const struct pd_give *g, int64_t now, struct pd_m
     m->head.layout = d->layout;
     struct pd_kvdesc offer = *d;
     struct pd_reader who = reader(m, true);
-    int rc = choose(x, g->via, m, e);
-    rc = rc ? rc : pd_plan_make(&d->layout, d->n_tokens, g->chunk_blocks, &m->plan, e);
+    int rc = pd_plan_make(&d->layout, d->n_tokens, g->chunk_blocks, &m->plan, e);
     if (!rc && (lease.n_blocks < m->plan.n_blocks || memcmp(lease.gen, d->gen, PD_GEN_LEN)))
         rc = pd_fail(e, PD_EFAIL, "run %s: its lease covers %u blocks of %s, its tokens take %u", d->run, lease.n_blocks,
                      memcmp(lease.gen, d->gen, PD_GEN_LEN) ? "another generation" : "it", m->plan.n_blocks);
@@ -110,7 +120,12 @@ int pd_give(struct pd_xfer *x, const struct pd_give *g, int64_t now, struct pd_m
         rc = PD_ENOMEM;
     if (!rc)
         memcpy(m->blocks, g->blocks, m->plan.n_blocks * sizeof *m->blocks);
-    rc = rc ? rc : describe(m, &lease, e);
+    while (!rc && !(rc = choose(x, g->via, m, e)) && (rc = describe(m, &lease, e)) == PD_EINCOMPAT) {
+        for (uint32_t i = 0; i < x->n_via; i++)         /* it cannot carry this pool: the next best */
+            if (x->via[i] == m->tr)
+                x->dead[i] = *e;
+        rc = g->via ? rc : 0;
+    }
     rc = rc ? rc : pd_lease_read(x->o.leases, m->lease, m->gen, &who, now, e);
     m->reading = !rc;
     offer.offer = true;
@@ -169,10 +184,12 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
         goto out;
     }
     struct pd_move *m = pd_x_named(x, "accept", r.run, r.gen, &rc);
-    if (!m)
-        goto out;
-    if (m->state == M_CANCELLING) {
+    if (m && m->state == M_CANCELLING)
         x->n.late++;
+    if (!m || m->state == M_CANCELLING) {
+        for (uint32_t i = 0; i < x->n_via && r.tag && !rc; i++)
+            if (x->via[i]->decline)
+                x->via[i]->decline(x->path[i], &r);
         goto out;
     }
     if (m->state != M_OFFERED)
@@ -187,6 +204,13 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
     if (pd_lease_read(x->o.leases, m->lease, m->gen, &who, x->now, &e)) {       /* it ran out, and the sweep has not come by yet */
         pd_x_fail(m, &e, "ended");
         goto out;
+    }
+    if (m->tr->aim && r.n_target) {
+        struct pd_sending s = sending(m);
+        if (m->tr->aim(m->path, &s, &r, &e)) {
+            rc = pd_x_fatal(x, e.code, "%s", e.msg);
+            goto out;
+        }
     }
     m->n_left = m->plan.n_chunks;
     uint64_t layer_bytes = m->plan.n_blocks ? m->plan.bytes / m->plan.n_blocks / m->plan.layers : 0;
@@ -322,7 +346,7 @@ static int close_run(struct pd_move *m)
     struct pd_xfer *x = m->x;
     struct pd_err e = { 0 };
     int rc = 0;
-    if (!m->tr->borrows) {
+    if (!m->tr->sums) {
         struct pd_done d = { .chunk0 = 0, .chunks = m->plan.n_chunks };
         memcpy(d.run, m->run, sizeof d.run);
         memcpy(d.gen, m->gen, sizeof d.gen);
@@ -352,7 +376,7 @@ static int pull_one(struct pd_move *m)
         n++;
     int rc = m->tr->send(m->path, &s, i, n, &x->out, &sent, &e);
     if (rc) {
-        if (rc == PD_ENOMEM)
+        if (rc == PD_ENOMEM || m->tr->progress)         /* a queue pair that fails is the connection's */
             return pd_x_put(x, rc, &e);
         pd_x_fail(m, &e, "failed");
         return 1;

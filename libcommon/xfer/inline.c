@@ -36,7 +36,7 @@ const struct pd_transport pd_inline = { .scheme = "inline", .usable = usable, .o
 
 const struct pd_transport *pd_transport_find(struct pd_str scheme)
 {
-    static const struct pd_transport *const all[] = { &pd_inline, &pd_shm };
+    static const struct pd_transport *const all[] = { &pd_inline, &pd_shm, &pd_rdma };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (pd_str_eq(scheme, all[i]->scheme))
             return all[i];

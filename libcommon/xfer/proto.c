@@ -70,6 +70,7 @@ static void move_free(struct pd_move *m)
     pd_free(m->from_blocks);
     pd_free(m->sums);
     pd_free(m->told);
+    pd_free(m->waits);
     pd_import_free(m->im);
     pd_buf_free(&m->kv);
     pd_arena_free(&m->arena);
@@ -108,7 +109,7 @@ void pd_x_event(struct pd_move *m, enum pd_xfer_event_kind k, const struct pd_er
             pd_x_give_end(m);
         else
             pd_x_take_end(m);
-        m->state = M_OVER;
+        m->state = M_OVER;      /* it may be draining: pd_xfer_event holds its last event back */
         pd_x_retire(x, m->run, m->gen);
     }
     if (m->n_q == QUEUE)        /* cannot be: one offer or accept, one verified, one last */
@@ -198,6 +199,9 @@ static void close_it(struct pd_xfer *x, bool tell)
     if (tell)
         pd_x_put_error(x, NULL, NULL, &why, "closed");
     x->state = X_CLOSED;
+    for (uint32_t i = 0; i < x->n_via; i++)
+        if (x->via[i]->shut)
+            x->via[i]->shut(x->path[i]);
     end_moves(x);
 }
 
@@ -247,6 +251,28 @@ static int parse_via(struct pd_xfer *x, const char *via, struct pd_err *e)
         s += one.n;
     }
     return h->n_via ? 0 : pd_fail(e, PD_EUSAGE, "--via is empty (example: --via shm,inline)");
+}
+
+/* What each of them has to say in the hello. */
+static int greet(struct pd_xfer *x, struct pd_err *e)
+{
+    struct pd_hello *h = &x->mine;
+    int rc = 0;
+    for (uint32_t i = 0; i < h->n_via && !rc; i++) {
+        const struct pd_transport *t = pd_transport_find(h->via[i]);
+        if (t->greet)
+            rc = t->greet(x->o.giving, h, &x->my_arena, &x->greeted[i], e);
+    }
+    return rc;
+}
+
+static void forget_greeted(struct pd_xfer *x)
+{
+    for (uint32_t i = 0; i < 4; i++)
+        if (x->greeted[i]) {
+            pd_transport_find(x->mine.via[i])->close(x->greeted[i]);
+            x->greeted[i] = NULL;
+        }
 }
 
 struct pd_str pd_xfer_caps[PD_XFER_CAPS] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 } };
@@ -307,6 +333,7 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     rc = rc ? rc : pd_sha256(o->fp_fields.p, o->fp_fields.n, h->fp_sha, e);
     rc = rc ? rc : set_caps(x, e);
     rc = rc ? rc : parse_via(x, o->via ? o->via : PD_XFER_VIA, e);
+    rc = rc ? rc : greet(x, e);
     rc = rc ? rc : pd_hello_encode(h, pd_out_buf(&x->out), e);
     if (rc) {
         pd_xfer_free(x);
@@ -316,13 +343,26 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     return 0;
 }
 
+static void drained(struct pd_move *m)
+{
+    if (m->x->o.giving)
+        pd_x_give_drained(m);
+    else {
+        m->drain_until = m->x->now;
+        pd_x_take_end(m);
+    }
+}
+
 void pd_xfer_free(struct pd_xfer *x)
 {
     if (!x)
         return;
     pd_xfer_lost(x, "closed here", x->now);
+    forget_greeted(x);
     for (struct pd_move *m = x->moves, *next; m; m = next) {
         next = m->next;
+        if (m->draining || m->fencing)
+            drained(m);
         move_free(m);
     }
     move_free(x->dying);
@@ -365,11 +405,16 @@ static int choose_via(struct pd_xfer *x)
         const struct pd_transport *t = pd_transport_find(taker->via[i]);
         struct pd_err e = { 0 };
         void *path = NULL;
+        uint32_t mine = 0;
         bool twice = false;
         for (uint32_t k = 0; k < x->n_via; k++)
             twice |= x->via[k] == t;
         if (!t || twice || x->n_via == 4)
             continue;
+        while (mine < x->mine.n_via && !pd_str_eq(x->mine.via[mine], t->scheme))
+            mine++;
+        if (mine < x->mine.n_via)
+            path = x->greeted[mine];
         if (!lists(other, taker->via[i]))
             pd_fail(&e, PD_EINCOMPAT, "%s: the other side does not offer it", t->scheme);
         else if (!t->usable(&x->mine, &x->theirs, x->o.unix_socket, &e) && t->open && t->open(x->o.giving, &x->theirs, &path, &e) == PD_ENOMEM)
@@ -378,10 +423,13 @@ static int choose_via(struct pd_xfer *x)
             snprintf(why_not + strlen(why_not), sizeof why_not - strlen(why_not), "%s%.120s", *why_not ? "; " : "", e.msg);
             continue;
         }
+        if (mine < x->mine.n_via)
+            x->greeted[mine] = NULL;
         x->path[x->n_via] = path;
         x->via[x->n_via++] = t;
         tell_via(x, ',', t->scheme);
     }
+    forget_greeted(x);
     if (!x->n_via)
         return pd_x_fatal(x, PD_EINCOMPAT, "there is no way to move KV between the two: %s", *why_not ? why_not : "no transport is known to both");
     if (*why_not)
@@ -626,6 +674,8 @@ int64_t pd_xfer_next(const struct pd_xfer *x)
             t = x->o.giving ? pd_x_give_next(m) : pd_x_take_next(m);
         if (m->deadline && m->state < M_VERIFIED && m->deadline < t)
             t = m->deadline;
+        if (m->draining && m->drain_until)
+            t = m->drain_until;
         if (t < next)
             next = t;
     }
@@ -665,8 +715,10 @@ bool pd_xfer_event(struct pd_xfer *x, struct pd_xfer_event *ev)
         *ev = (struct pd_xfer_event){ .kind = PD_XE_READY, .err = x->advisory };
         return true;
     }
-    for (struct pd_move *m = x->moves; m; m = m->next)
-        if (m->n_q) {
+    for (struct pd_move *m = x->moves; m; m = m->next) {
+        if ((m->draining || m->fencing) && (!m->tr->busy(m->path, m) || (m->drain_until && x->now >= m->drain_until)))
+            drained(m);
+        if (m->n_q && !(m->draining && m->q[0].last)) {
             *ev = m->q[0];
             memmove(m->q, m->q + 1, --m->n_q * sizeof *m->q);
             if (ev->last) {
@@ -675,6 +727,7 @@ bool pd_xfer_event(struct pd_xfer *x, struct pd_xfer_event *ev)
             }
             return true;
         }
+    }
     if (x->state == X_CLOSED && !x->closed_told) {
         x->closed_told = true;
         *ev = (struct pd_xfer_event){ .kind = PD_XE_CLOSED, .last = true, .err = x->why };
@@ -711,6 +764,32 @@ int pd_xfer_fds(struct pd_xfer *x, int sock, int64_t now, struct pd_err *e)
     return pd_fail(e, PD_EINCOMPAT, "no transport of this connection passes descriptors");
 }
 
+int pd_xfer_fd(const struct pd_xfer *x)
+{
+    for (uint32_t i = 0; i < x->n_via && x->state == X_OPEN; i++)
+        if (x->via[i]->fd)
+            return x->via[i]->fd(x->path[i]);
+    return -1;
+}
+
+void pd_xfer_poll(struct pd_xfer *x, int64_t now)
+{
+    x->now = now;
+    for (uint32_t i = 0; i < x->n_via && x->state == X_OPEN; i++) {
+        struct pd_err e = { 0 };
+        int rc = x->via[i]->progress ? x->via[i]->progress(x->path[i], &e) : 0;
+        if (rc < 0) {
+            pd_x_fatal(x, rc, "%s", e.msg);
+            return;
+        }
+        for (struct pd_move *m = x->moves; rc && x->o.giving && m; m = m->next)
+            if (m->tr == x->via[i] && m->state < M_VERIFIED)
+                m->since = now;
+        if (rc && !x->o.giving)
+            pd_x_take_landed(x, i);
+    }
+}
+
 /* ---- small questions ---- */
 
 bool pd_xfer_open(const struct pd_xfer *x) { return x->state == X_OPEN; }
@@ -744,7 +823,7 @@ void pd_move_cancel(struct pd_move *m, const char *cause, int64_t now)
         pd_x_give_end(m);
     } else if (m->state == M_RELEASING)
         return;         /* nothing is left to stop */
-    else
+    else if (!m->targeted)      /* what the peer still writes into is kept until it has acknowledged */
         pd_x_take_end(m);
     m->state = M_CANCELLING;
     m->since = now;

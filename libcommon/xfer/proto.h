@@ -4,7 +4,7 @@
  * caller, one thread, does:
  *     readable:  frame, pd_xfer_feed each record; a result < 0 says that the connection is over: write what waits, then close
  *     writable:  pd_xfer_iov, writev, pd_xfer_wrote
- *     always:    pd_xfer_work a little (verifies shm payload), pd_xfer_event until there is none, sleep until pd_xfer_next, pd_xfer_tick
+ *     always:    pd_xfer_work a little (verifies shm and rdma payload), pd_xfer_poll when pd_xfer_fd says so, pd_xfer_event until there is none, sleep until pd_xfer_next, pd_xfer_tick
  *     end of file or error of the socket: pd_xfer_lost
  * One end gives (role prefill), the other takes (decode). Each hand-over is a `pd_move`, known to the caller from pd_give or from its first event. An event
  * with `last` set is its last: the move is freed at the next call of pd_xfer_event, and with it what it still owns.
@@ -69,6 +69,10 @@ void pd_xfer_wrote(struct pd_xfer *x, size_t n, int64_t now);
 /* The raw socket for descriptors (both directions of use, see pd-kv.5): giving, after READY and after each pd_give: 0 all passed, 1 go on when writable.
  * Taking, when readable: 0. < 0: shm is over on this connection (moves that wait for it fail); close the raw socket. */
 int pd_xfer_fds(struct pd_xfer *x, int sock, int64_t now, struct pd_err *e);
+/* Payload that is written straight into memory (rdma): a descriptor to be watched for reading besides the connection's own, or -1; it may be another one after
+ * READY, and is gone when the connection is over. When it is readable, and once after READY and after each pd_take: pd_xfer_poll. */
+int pd_xfer_fd(const struct pd_xfer *x);
+void pd_xfer_poll(struct pd_xfer *x, int64_t now);
 /* Verify up to about `bytes` of payload that lies in mapped memory. true: there is more. */
 bool pd_xfer_work(struct pd_xfer *x, size_t bytes, int64_t now);
 

@@ -39,14 +39,21 @@ struct pd_move {
     uint32_t n_left, at;                /* chunks to be sent; where to look next */
     struct pd_buf kv;                   /* the closing record, once finished */
     bool reading;                       /* the ledger counts us as a reader */
+    bool fencing;                       /* the ledger waits for pd_lease_fenced */
     int64_t renew_at, renew_us, ttl_us;
+    /* It is over, and memory is in use yet: its last event waits. Giving: until no write of it is under way; taking: until the peer writes there no more, at
+     * most until then. */
+    bool draining;
+    int64_t drain_until;
     /* take */
     struct pd_kvdesc desc;
     struct pd_import *im;
     struct pd_slabs *from;
     uint32_t *from_blocks;              /* while waiting and offered */
     uint64_t *sums, *told;              /* shm: [n_chunks]; a bit a chunk: its sum came */
-    uint32_t n_told;
+    uint32_t n_told;                    /* chunks whose sum came and that are not verified */
+    struct waiting { uint32_t seq, chunk0, chunks; } *waits; uint32_t n_waits, cap_waits;     /* of those: told, and have not landed yet */
+    bool targeted;                      /* the peer may write into its blocks */
     bool all_done, in_place, verified, lost;
     int64_t lease_until;                /* by our clock */
 };
@@ -62,6 +69,7 @@ struct pd_xfer {
     struct pd_arena my_arena, their_arena;
     const struct pd_transport *via[4];
     void *path[4];
+    void *greeted[4];                   /* by the order of mine.via: made before hello, not in use (yet) */
     struct pd_err dead[4];              /* its path failed: why */
     uint32_t n_via;
     char via_text[256];
@@ -101,7 +109,8 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n);
 int pd_x_give_verified(struct pd_xfer *x, const void *rec, size_t n);
 int pd_x_give_release(struct pd_xfer *x, const void *rec, size_t n);
 int pd_x_give_renew(struct pd_move *m, const struct pd_status *s);
-void pd_x_give_end(struct pd_move *m);          /* nothing of it reads the pool any more */
+void pd_x_give_end(struct pd_move *m);          /* nothing of it reads the pool any more, or it is draining */
+void pd_x_give_drained(struct pd_move *m);      /* nothing does */
 int pd_x_give_pull(struct pd_xfer *x);          /* queue the next chunk or kv. 1: something was queued; 0: nothing is ready */
 void pd_x_give_tick(struct pd_move *m);
 int64_t pd_x_give_next(const struct pd_move *m);
@@ -112,6 +121,7 @@ int pd_x_take_chunk(struct pd_xfer *x, const void *rec, size_t n);
 int pd_x_take_done(struct pd_xfer *x, const void *rec, size_t n);
 int pd_x_take_kv(struct pd_xfer *x, const void *rec, size_t n);
 void pd_x_take_end(struct pd_move *m);          /* drops what came */
+void pd_x_take_landed(struct pd_xfer *x, uint32_t via);         /* more has landed by that transport */
 void pd_x_take_mapped(struct pd_xfer *x, const struct pd_err *none);    /* new memory came; none: why no more will */
 void pd_x_take_tick(struct pd_move *m);
 int64_t pd_x_take_next(const struct pd_move *m);

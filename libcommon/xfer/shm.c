@@ -252,6 +252,6 @@ static bool valid(void *path, const uint8_t lease[PD_LEASE_ID_LEN], const uint8_
     return p->control.word && pd_control_valid(&p->control, pd_lease_slot(lease), gen);
 }
 
-const struct pd_transport pd_shm = { .scheme = "shm", .borrows = true, .usable = usable, .open = open_path, .reg = reg, .offer = offer, .send = send_sums,
+const struct pd_transport pd_shm = { .scheme = "shm", .borrows = true, .sums = true, .usable = usable, .open = open_path, .reg = reg, .offer = offer, .send = send_sums,
                                     .poll = poll_fds,
                                      .ready = ready, .valid = valid, .close = close_path };

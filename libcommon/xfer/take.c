@@ -5,8 +5,19 @@
 #include <stdio.h>
 #include "proto_in.h"
 
+/* Nothing of it is in use any more, unless its peer may still write into it: then its last event, and what it holds, wait for the peer to say that it does
+ * not (drain_until at the latest), as taking its region away under a write would break the connection. */
 void pd_x_take_end(struct pd_move *m)
 {
+    struct pd_xfer *x = m->x;
+    if (m->targeted && !m->drain_until)
+        m->drain_until = m->state == M_CANCELLING ? m->since + x->o.cancel_us : x->now + x->o.cancel_us;
+    m->draining = m->targeted && x->state == X_OPEN && x->now < m->drain_until && m->tr->busy(m->path, m);
+    if (m->draining)
+        return;
+    if (m->targeted)
+        m->tr->withdraw(m->path, m);
+    m->targeted = false;
     if (!m->verified && !(m->lost && (m->state == M_MOVING || m->state == M_CLOSED))) {        /* what a lost connection leaves can go on over the next */
         pd_import_free(m->im);
         m->im = NULL;
@@ -185,7 +196,9 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
     struct pd_accept r = { .mode = "copy" };
     struct pd_err why = { 0 };
     struct pd_buf have = { 0 };
-    struct pd_import_opts o = { .held = t->held, .n_held = t->n_held, .from = m->from, .from_blocks = m->from_blocks, .lend = t->in_place };
+    struct pd_import_opts o = { .held = t->held, .n_held = t->n_held, .from = m->from, .from_blocks = m->from_blocks, .lend = t->in_place,
+                                .landing = m->tr && m->tr->land ? m->tr->scheme : NULL };
+    struct pd_arena a = { 0 };
     int rc;
     x->now = now;
     if (m->state != M_OFFERED) {
@@ -195,14 +208,18 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
     m->deadline = t->deadline;
     if (t->resume) {
         m->im = t->resume;
-        rc = pd_import_resume(m->im, &m->desc, m->from, m->from_blocks, &why);
+        rc = pd_import_resume(m->im, &m->desc, &o, &why);
     } else
         rc = pd_import_begin_with(x->o.pool, &m->desc, &o, &m->im, &r.held, &why);
     uint32_t n_chunks = rc ? 0 : pd_import_plan(m->im)->n_chunks;
     size_t words = (n_chunks + (size_t)63) / 64;
-    if (!rc && m->tr->borrows && (!(m->sums = pd_calloc(n_chunks, sizeof *m->sums, "checksums", &why)) ||
+    if (!rc && m->tr->sums && (!(m->sums = pd_calloc(n_chunks, sizeof *m->sums, "checksums", &why)) ||
                                   !(m->told = pd_calloc(words, 8, "chunk bitmap", &why))))
         rc = PD_ENOMEM;
+    if (!rc && m->tr->land && pd_import_missing(m->im)) {
+        rc = m->tr->land(m->path, m, x->o.pool, m->im, &r, &a, &why);
+        m->targeted = !rc;
+    }
     if (!rc && pd_import_missing(m->im) < n_chunks) {
         rc = pd_buf_reserve(&have, (n_chunks + (size_t)7) / 8, &why);
         if (!rc)
@@ -228,6 +245,7 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
     why = rc ? x->why : why;
 out:
     pd_buf_free(&have);
+    pd_arena_free(&a);
     if (rc && e)
         *e = why;
     return rc;
@@ -262,7 +280,7 @@ int pd_x_take_chunk(struct pd_xfer *x, const void *rec, size_t n)
     struct pd_move *m = receiving(x, "a chunk", c.run, c.gen, &rc);
     if (!m)
         return rc;
-    if (m->tr->borrows || m->all_done)
+    if (m->tr->sums || m->all_done)
         return pd_x_illegal(m, m->all_done ? "a chunk after done" : "a chunk where none is sent");
     x->n.bytes_in += c.data.n;
     if ((rc = pd_import_chunk(m->im, &c, &e))) {
@@ -271,6 +289,60 @@ int pd_x_take_chunk(struct pd_xfer *x, const void *rec, size_t n)
     }
     m->bytes += c.raw_len;
     return 0;
+}
+
+/* Group `seq` is there, when `last` was the last to land: within half a turn of the counter. */
+static bool reached(uint32_t last, uint32_t seq) { return ((uint64_t)last + PD_XFER_SEQ_MAX - seq) % PD_XFER_SEQ_MAX < PD_XFER_SEQ_MAX / 2; }
+
+/* Sums of chunks that are there, or will be when their group has landed. */
+static int told(struct pd_move *m, const struct pd_done *d)
+{
+    struct pd_err e;
+    bool there = !m->tr->landed || reached(m->tr->landed(m->path), d->seq);
+    for (uint32_t i = 0; i < d->chunks; i++) {
+        uint32_t k = d->chunk0 + i;
+        bool twice = BIT(m->told, k) || pd_import_has(m->im, k);
+        for (uint32_t w = 0; w < m->n_waits; w++)
+            twice |= k - m->waits[w].chunk0 < m->waits[w].chunks;
+        if (twice)
+            return fail_now(m, PD_ECORRUPT, "discarded", "run %s: chunk %u came twice", m->run, k);
+        if (there)
+            SET_BIT(m->told, k);
+        m->n_told++;
+        m->sums[k] = pd_get_be64(d->sums.p + 8 * i);
+    }
+    if (there)
+        return 0;
+    if (m->n_waits == m->cap_waits) {
+        struct waiting *w = pd_realloc(m->waits, 2 * (size_t)m->cap_waits + 16, sizeof *w, "groups that have not landed", &e);
+        if (!w)
+            return fail_now(m, PD_ENOMEM, "discarded", "run %s: %s", m->run, e.msg);
+        m->waits = w;
+        m->cap_waits = 2 * m->cap_waits + 16;
+    }
+    m->waits[m->n_waits++] = (struct waiting){ d->seq, d->chunk0, d->chunks };
+    return 0;
+}
+
+void pd_x_take_landed(struct pd_xfer *x, uint32_t via)
+{
+    uint32_t last = x->via[via]->landed(x->path[via]);
+    for (struct pd_move *m = x->moves; m; m = m->next) {
+        uint32_t n = 0;
+        if (m->tr != x->via[via] || m->state == M_OVER)
+            continue;
+        if (m->state == M_MOVING || m->state == M_CLOSED)
+            m->since = x->now;
+        while (n < m->n_waits && reached(last, m->waits[n].seq)) {
+            for (uint32_t i = 0; i < m->waits[n].chunks; i++)
+                SET_BIT(m->told, m->waits[n].chunk0 + i);
+            m->at = m->waits[n].chunk0 / 64 < m->at ? m->waits[n].chunk0 / 64 : m->at;
+            n++;
+        }
+        m->n_waits -= n;
+        if (n)
+            memmove(m->waits, m->waits + n, m->n_waits * sizeof *m->waits);
+    }
 }
 
 int pd_x_take_done(struct pd_xfer *x, const void *rec, size_t n)
@@ -290,7 +362,7 @@ int pd_x_take_done(struct pd_xfer *x, const void *rec, size_t n)
     if (d.chunk0 > n_chunks || d.chunks > n_chunks - d.chunk0 || !d.chunks)
         rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: done for chunks %u to %" PRIu64 " of %u", m->run, d.chunk0, (uint64_t)d.chunk0 + d.chunks - 1,
                       n_chunks);
-    else if (!m->tr->borrows) {
+    else if (!m->tr->sums) {
         if (d.chunk0 || d.chunks != n_chunks || d.sums.p || m->all_done)
             rc = m->all_done ? pd_x_illegal(m, "a second done") :
                  fail_now(m, PD_ECORRUPT, "discarded", "run %s: done names chunks %u to %u, with%s sums; %u were offered as records", m->run, d.chunk0,
@@ -301,17 +373,10 @@ int pd_x_take_done(struct pd_xfer *x, const void *rec, size_t n)
             m->all_done = true;
     } else if (d.sums.n != 8 * (size_t)d.chunks)
         rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: %zu bytes of checksums for %u chunks", m->run, d.sums.n, d.chunks);
+    else if (m->tr->landed && (!d.seq || d.seq > PD_XFER_SEQ_MAX))
+        rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: done of chunk %u says group %u", m->run, d.chunk0, d.seq);
     else
-        for (uint32_t i = 0; i < d.chunks; i++) {
-            uint32_t k = d.chunk0 + i;
-            if (BIT(m->told, k) || pd_import_has(m->im, k)) {
-                rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: chunk %u came twice", m->run, k);
-                break;
-            }
-            SET_BIT(m->told, k);
-            m->n_told++;
-            m->sums[k] = pd_get_be64(d.sums.p + 8 * i);
-        }
+        rc = told(m, &d);
 out:
     pd_arena_free(&a);
     return rc;
@@ -324,6 +389,9 @@ static int verified(struct pd_move *m)
     struct pd_err e = { 0 };
     if (m->in_place && !pd_take_valid(m, x->now))
         return fail_now(m, PD_ETIME, "discarded", "run %s: its lease ended while it was being verified", m->run);
+    if (m->targeted)
+        m->tr->withdraw(m->path, m);        /* before anybody uses it */
+    m->targeted = false;
     if (pd_import_finish(m->im, &m->desc, &e))
         return fail_now(m, e.code, "discarded", "%s", e.msg);
     m->verified = true;
@@ -358,11 +426,11 @@ int pd_x_take_kv(struct pd_xfer *x, const void *rec, size_t n)
     struct pd_move *m = receiving(x, "kv", d.run, d.gen, &rc);
     if (!m)
         goto out;
-    if (!m->tr->borrows && !m->all_done) {
+    if (!m->tr->sums && !m->all_done) {
         rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: kv before done", m->run);
         goto out;
     }
-    if (m->tr->borrows && m->n_told + (pd_import_plan(m->im)->n_chunks - pd_import_missing(m->im)) < pd_import_plan(m->im)->n_chunks) {
+    if (m->tr->sums && m->n_told + (pd_import_plan(m->im)->n_chunks - pd_import_missing(m->im)) < pd_import_plan(m->im)->n_chunks) {
         rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: kv, and not all of %u chunks are done", m->run, pd_import_plan(m->im)->n_chunks);
         goto out;
     }
@@ -467,6 +535,15 @@ int pd_xfer_commit(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_
 
 /* ---- time ---- */
 
+/* There is something to verify: the peer is not late. */
+static bool in_hand(const struct pd_move *m)
+{
+    uint32_t waiting = 0;
+    for (uint32_t i = 0; i < m->n_waits; i++)
+        waiting += m->waits[i].chunks;
+    return m->n_told > waiting;
+}
+
 static bool holds_lease(const struct pd_move *m) { return m->has_lease && m->state <= M_VERIFIED; }
 
 void pd_x_take_tick(struct pd_move *m)
@@ -475,7 +552,7 @@ void pd_x_take_tick(struct pd_move *m)
     int64_t idle = x->now - m->since;
     if (m->state == M_WAITING && idle >= x->o.accept_us)
         fail_now(m, PD_ETIME, "refused", "run %s: the slabs that it names did not come within %lld ms", m->run, (long long)(x->o.accept_us / 1000));
-    else if ((m->state == M_MOVING || m->state == M_CLOSED) && idle >= x->o.stall_us && !m->n_told)
+    else if ((m->state == M_MOVING || m->state == M_CLOSED) && idle >= x->o.stall_us && !in_hand(m))
         fail_now(m, PD_ETIME, "discarded", "run %s: nothing came for %lld ms while it was %s", m->run, (long long)(x->o.stall_us / 1000), pd_move_state(m));
     else if (m->state == M_RELEASING && idle >= x->o.accept_us) {
         struct pd_err e;
@@ -494,7 +571,7 @@ int64_t pd_x_take_next(const struct pd_move *m)
 {
     const struct pd_xfer *x = m->x;
     int64_t t = m->state == M_WAITING || m->state == M_RELEASING ? m->since + x->o.accept_us :
-                (m->state == M_MOVING || m->state == M_CLOSED) && !m->n_told ? m->since + x->o.stall_us : INT64_MAX;
+                (m->state == M_MOVING || m->state == M_CLOSED) && !in_hand(m) ? m->since + x->o.stall_us : INT64_MAX;
     if (holds_lease(m) && m->renew_at < t)
         t = m->renew_at;
     if (holds_lease(m) && m->lease_until < t)

@@ -2,8 +2,8 @@
  * here).
  *
  * The protocol (proto.h) decides what is sent and when, owns runs, leases, deadlines; a transport knows only how. A table's functions are called by the one
- * thread that owns the connection and never block. `void *path` is the transport's state of one connection, made by open.
- * Giving end: reg, offer, send, cancel, fence. Taking end: ready, poll. Both: usable, open, close. NULL where there is nothing to do. */
+ * thread that owns the connection and never block. `void *path` is the transport's state of one connection, made by greet or open.
+ * Giving end: reg, offer, aim, send, fence. Taking end: ready, poll, land, landed, withdraw. Both: the others. NULL where there is nothing to do. */
 #ifndef PD_XFER_TRANSPORT_H
 #define PD_XFER_TRANSPORT_H
 #include "../kv/handover.h"
@@ -23,14 +23,26 @@ struct pd_sending {
 struct pd_transport {
     const char *scheme;
     bool borrows;                       /* the taker reads the giver's memory: the offer names a lease, and the taker renews it */
+    bool sums;                          /* payload does not come in chunk records: `done` says which chunks are there, with their checksums */
+    /* Before the hello goes: say in it how this end is reached. What it allocates for that lives in the arena. *path NULL: it cannot be used, and hello says why. */
+    int (*greet)(bool giving, struct pd_hello *mine, struct pd_arena *a, void **path, struct pd_err *e);
     /* Whether the two ends can use it: 0, or PD_EINCOMPAT with the reason. */
     int (*usable)(const struct pd_hello *mine, const struct pd_hello *theirs, bool unix_socket, struct pd_err *e);
     int (*open)(bool giving, const struct pd_hello *theirs, void **path, struct pd_err *e);
+    int (*fd)(void *path);              /* readable when progress has something to do, after it was called */
+    /* Look what has come to its end. 1: something; 0: nothing. < 0: the path is broken, and with it the connection. */
+    int (*progress)(void *path, struct pd_err *e);
+    /* Giving: something still reads the blocks of that hand-over. Taking: the peer may still write there. */
+    bool (*busy)(void *path, const void *owner);
+    void (*shut)(void *path);           /* the connection is over: nothing of it touches memory from here on */
     /* Giving. reg: memory that is new since the last call becomes known to the peer (sock: a raw socket of its own). 0: all is known; 1: go on when it can be
      * written. */
     int (*reg)(void *path, int sock, const struct pd_pool *pool, const struct pd_leases *leases, struct pd_err *e);
     /* Fill the offer's payload: scheme, where, runs; what it points to lives in the arena. */
     int (*offer)(void *path, const struct pd_sending *s, struct pd_payload *y, struct pd_arena *a, struct pd_err *e);
+    /* The accept says where it is to be written. */
+    int (*aim)(void *path, const struct pd_sending *s, const struct pd_accept *r, struct pd_err *e);
+    void (*decline)(void *path, const struct pd_accept *r);     /* it came too late: nothing will be written there */
     /* Send up to n neighbouring chunks from `index`; *sent of them went (or are queued). */
     int (*send)(void *path, const struct pd_sending *s, uint32_t index, uint32_t n, struct pd_out *out, uint32_t *sent, struct pd_err *e);
     /* No more of it: afterwards nothing reads its blocks, and what was under way ends as it must. PD_ENOMEM: the connection is to be closed. */
@@ -39,11 +51,16 @@ struct pd_transport {
     int (*poll)(void *path, int sock, struct pd_err *e);
     /* Is the memory that an offer names at hand? 0, and *from, blocks[n_blocks] for pd_import_opts; 1: not yet. */
     int (*ready)(void *path, const struct pd_payload *y, uint32_t n_blocks, struct pd_slabs **from, uint32_t *blocks, struct pd_err *e);
+    /* Let the peer write what is missing of an import; fills target, rkeys and tag. withdraw: it cannot any more, from here on. */
+    int (*land)(void *path, const void *owner, const struct pd_pool *pool, const struct pd_import *im, struct pd_accept *r, struct pd_arena *a, struct pd_err *e);
+    void (*withdraw)(void *path, const void *owner);
+    uint32_t (*landed)(void *path);     /* number of the last group that is there, of those that `done` names; they count from 1 to PD_XFER_SEQ_MAX, and again */
     /* Does the lease's control word still say gen? What was read before the call was read under it. */
     bool (*valid)(void *path, const uint8_t lease[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN]);
     void (*close)(void *path);
 };
-extern const struct pd_transport pd_inline, pd_shm;
+#define PD_XFER_SEQ_MAX 0x7fffffffu
+extern const struct pd_transport pd_inline, pd_shm, pd_rdma;
 const struct pd_transport *pd_transport_find(struct pd_str scheme);     /* NULL: none is called so */
 int pd_via_check(const char *via, struct pd_err *e);    /* a list for --via: PD_EUSAGE names what is no transport */
 #endif

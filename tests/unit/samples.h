@@ -145,7 +145,7 @@ static inline int routed_encode(const struct pd_routing *r, struct pd_buf *b, st
 }
 
 /* The records of transfer.h, by number: a sample of each. */
-enum { N_TRANSFER = 13 };
+enum { N_TRANSFER = 17 };
 static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
 {
     struct pd_hello h = sample_hello();
@@ -175,6 +175,22 @@ static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
     case 9: return pd_error_encode(&er, b, e);
     case 11: return pd_carry_encode(&cy, b, e);
     case 12: return pd_carry_encode(&last, b, e);
+    case 13:
+        h.has_rdma = true;
+        h.rdma = (struct pd_rdma_at){ .gid = { [10] = 255, [11] = 255, [12] = 10, [13] = 9, [14] = 1, [15] = 2 }, .lid = 3, .qp = 17, .psn = 0xfedcba, .mtu = 4096 };
+        return pd_hello_encode(&h, b, e);
+    case 14:
+        h.has_rdma = true;
+        h.rdma = (struct pd_rdma_at){ .why = STR("rdma: there is no RDMA device here") };
+        return pd_hello_encode(&h, b, e);
+    case 15:
+        strcpy(ac.mode, "copy");
+        ac.target = sample_runs;
+        ac.n_target = 2;
+        ac.tag = 7;
+        ac.rkeys = BIN("\1\2\3\4\5\6\7\x80");
+        return pd_accept_encode(&ac, b, e);
+    case 16: dn.seq = 9; return pd_done_encode(&dn, b, e);
     default:
         rc = pd_lease_rec_encode(&(struct pd_lease_rec){ .id = "leaseleaseleasel", .owner = STR("prefill@host:17"), .ttl_us = 30000000, .renew_us = 5000000 }, &lease, e);
         d.lease = (struct pd_bin){ lease.p, lease.n };
@@ -205,7 +221,8 @@ static inline int kvevent_sample_encode(int i, struct pd_buf *b, struct pd_err *
 enum { N_RECORD = 19, N_SAMPLES = N_RECORD + N_TRANSFER };
 static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only", "event-lease",
     "worker", "request-routed", "request-resumed", "kvevent-stored", "kvevent-removed", "kvevent-cleared", "kvevent-snapshot",
-    "hello", "hello-attach", "accept", "done", "verified", "release", "status", "cancel", "slab", "error-refused", "offer-shm", "carry", "carry-end" };
+    "hello", "hello-attach", "accept", "done", "verified", "release", "status", "cancel", "slab", "error-refused", "offer-shm", "carry", "carry-end",
+    "hello-rdma", "hello-no-rdma", "accept-rdma", "done-rdma" };
 
 /* The i-th sample, encoded. */
 static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)

@@ -131,8 +131,8 @@ static void ends_that_do_not_fit(void **state)
     struct pd_err e;
     struct pd_xfer *x;
     xf_open(&w, NULL, NULL);
-    FAILS_WITH(pd_xfer_new(&(struct pd_xfer_opts){ .pool = w.pool, .fp_fields = w.f.d.fp_fields, .via = "shm,rdma" }, 0, &x, &e), PD_EUSAGE,
-               "'rdma' is no transport");
+    FAILS_WITH(pd_xfer_new(&(struct pd_xfer_opts){ .pool = w.pool, .fp_fields = w.f.d.fp_fields, .via = "shm,pigeon" }, 0, &x, &e), PD_EUSAGE,
+               "'pigeon' is no transport");
     FAILS_WITH(pd_xfer_new(&(struct pd_xfer_opts){ .pool = w.pool, .fp_fields = w.f.d.fp_fields, .via = "" }, 0, &x, &e), PD_EUSAGE, "--via is empty");
     xf_close(&w);
 }

@@ -1,0 +1,341 @@
+/* KV over RDMA: two ends in one process, on two devices (rxe_a, rxe_b) or one (rxe_0), as in the guest of scripts/rdma-vm. Without devices: what is said then. */
+#include <msgpack.h>
+#include "../../libcommon/base/clock.h"
+#include "../../libcommon/xfer/rdma_dev.h"
+#include "xfer_fixture.h"
+
+static const char *dev[2];              /* giver's, taker's */
+static bool here;                       /* there are devices */
+#define NEEDED() do { if (!here) { puts("# skip: no RDMA device here; make check-rdma"); skip(); } } while (0)
+
+static void opened(struct xf *w, const char *g_via, const char *t_via)
+{
+    struct pd_xfer_opts g = { .epoch = 3, .via = g_via }, t = { .epoch = 3, .via = t_via };
+    xf_open(w, NULL, NULL);             /* pools and run; its ends are made again, on their devices */
+    xf_close_ends(w);
+    g.giving = true;
+    g.unix_socket = t.unix_socket = true;
+    g.pool = w->f.pool;
+    g.leases = w->leases;
+    t.pool = w->pool;
+    g.fp_fields = t.fp_fields = w->f.d.fp_fields;
+    g.worker = "p0";
+    t.worker = "d0";
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, w->sock), 0);
+    setenv("PD_RDMA_DEVICE", dev[0], 1);
+    assert_int_equal(pd_xfer_new(&g, w->now, &w->g, NULL), 0);
+    setenv("PD_RDMA_DEVICE", dev[1], 1);
+    assert_int_equal(pd_xfer_new(&t, w->now, &w->t, NULL), 0);
+    w->no_fds = true;
+}
+
+/* Until all hand-overs are over, or nothing moved for a while of real time: the devices work beside us. */
+static void run(struct xf *w, int ms)
+{
+    for (int64_t idle = pd_mono_us(); pd_mono_us() - idle < ms * 1000;) {
+        pd_xfer_poll(w->g, w->now);
+        pd_xfer_poll(w->t, w->now);
+        if (xf_step(w))
+            idle = pd_mono_us();
+        else if ((pd_xfer_open(w->g) || (w->got[0][PD_XE_CLOSED] && w->got[1][PD_XE_CLOSED])) && !(pd_xfer_counts(w->g).moves + pd_xfer_counts(w->t).moves))
+            return;
+    }
+}
+
+static void give_all(struct xf *w)
+{
+    struct pd_err e = { 0 };
+    if (xf_give(w, "rdma", &e) || pd_give_finish(w->gm, &w->f.d, &e))
+        fail_msg("%s", e.msg);
+}
+
+static void without(void **state)
+{
+    struct xf w;
+    dev[0] = dev[1] = "nonesuch";
+    opened(&w, "rdma,inline", "rdma,inline");
+    xf_pump(&w);
+    assert_true(pd_xfer_open(w.g));
+    assert_non_null(strstr(pd_xfer_via(w.g), "inline (rdma: there is no"));
+    assert_int_equal(pd_xfer_fd(w.g), -1);
+    struct pd_err e;
+    assert_int_equal(xf_give(&w, NULL, &e), 0);
+    assert_string_equal(pd_move_scheme(w.gm), "inline");
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    xf_pump(&w);
+    assert_true(xf_same(&w));
+    xf_close(&w);
+    opened(&w, "rdma", "rdma");         /* no other way: that is said, too */
+    xf_pump(&w);
+    assert_false(pd_xfer_open(w.g));
+    assert_non_null(strstr(w.last[0].err.msg, "rdma: there is no"));
+    xf_close(&w);
+}
+
+static void identical(void **state)
+{
+    NEEDED();
+    struct xf w;
+    opened(&w, "rdma,inline", "rdma,inline");
+    run(&w, 100);
+    assert_string_equal(pd_xfer_via(w.g), "rdma, inline");
+    assert_true(pd_xfer_fd(w.g) >= 0 && pd_xfer_fd(w.t) >= 0);
+    for (int i = 0; i < 5; i++) {
+        if (i)
+            xf_regen(&w);
+        give_all(&w);
+        run(&w, 2000);
+        assert_int_equal(w.got[1][PD_XE_TAKEN], i + 1);
+        assert_int_equal(w.got[0][PD_XE_RELEASED], i + 1);
+        assert_true(xf_same(&w));
+    }
+    struct pd_xfer_counts n = pd_xfer_counts(w.g);
+    assert_true(n.bytes_out < 5 * w.f.plan.bytes / 2);          /* they did not go in the stream */
+    xf_close(&w);
+}
+
+/* Half of the chunks in a first connection, the rest in another, by another way. */
+static void resumed(void **state)
+{
+    NEEDED();
+    static const char *const then[] = { "rdma", "inline" };
+    for (int i = 0; i < 2; i++) {
+        struct xf w;
+        struct pd_err e;
+        opened(&w, "rdma,inline", "rdma,inline");
+        run(&w, 100);
+        assert_int_equal(xf_give(&w, "rdma", &e), 0);
+        pd_give_ready(w.gm, 0, 7);
+        run(&w, 500);
+        pd_xfer_lost(w.g, "cut", w.now);
+        pd_xfer_lost(w.t, "cut", w.now);
+        xf_events(&w);
+        assert_non_null(w.parked);
+        assert_int_equal(pd_import_missing(w.parked), 15 - 7);
+        xf_close_ends(&w);
+        memset(w.got, 0, sizeof w.got);
+        struct pd_import *im = w.parked;
+        struct pd_xfer_opts g = { .epoch = 3, .via = "rdma,inline" }, t = g;
+        setenv("PD_RDMA_DEVICE", dev[0], 1);
+        xf_open_ends(&w, &g, &t);
+        w.parked = NULL;
+        w.take.resume = im;
+        run(&w, 100);
+        struct pd_give again = { .desc = &w.f.d, .blocks = w.f.blocks, .chunk_blocks = XF_CHUNK, .via = then[i] };
+        memcpy(again.lease, w.lease, 16);
+        assert_int_equal(pd_give(w.g, &again, w.now, &w.gm, &e), 0);
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        run(&w, 2000);
+        assert_int_equal(w.got[1][PD_XE_TAKEN], 1);
+        assert_true(xf_same(&w));
+        xf_close(&w);
+    }
+}
+
+/* Cancelled by either end, when some, all or none has been written: everything is back, and the connection carries the next one. */
+static void cancelled(void **state)
+{
+    NEEDED();
+    struct xf w;
+    opened(&w, "rdma,inline", "rdma,inline");
+    run(&w, 100);
+    for (int i = 0; i < 24; i++) {
+        struct pd_err e;
+        xf_regen(&w);
+        assert_int_equal(xf_give(&w, "rdma", &e), 0);
+        pd_give_ready(w.gm, 0, (uint32_t)(i * 5) % 16);
+        for (int k = 0; k < i; k++)
+            xf_step(&w);
+        struct pd_move *m = i & 1 ? w.tm : w.gm;
+        if (m)
+            pd_move_cancel(m, "asked", w.now);
+        else
+            pd_move_cancel(w.gm, "asked", w.now);
+        run(&w, 300);
+        assert_int_equal(w.got[0][PD_XE_CANCELLED], i + 1);
+        if (pd_xfer_counts(w.g).moves + pd_xfer_counts(w.t).moves)
+            fail_msg("round %d: giver %s, taker %s", i, w.gm ? pd_move_state(w.gm) : "-", w.tm ? pd_move_state(w.tm) : "-");
+        assert_int_equal(pd_pool_stats(w.pool).used, 0);
+        assert_int_equal(pd_leases_counts(w.leases).live + pd_leases_counts(w.leases).cancelling, 0);
+    }
+    xf_regen(&w);
+    give_all(&w);
+    run(&w, 2000);
+    assert_int_equal(w.got[1][PD_XE_TAKEN], 1);
+    assert_true(xf_same(&w));
+    xf_close(&w);
+}
+
+/* The taker's record `accept` on its way to the giver, changed. */
+static void turn_key(struct xf *w)
+{
+    struct pd_arena a = { 0 };
+    struct pd_accept r;
+    struct pd_frame_scan s = { 0 };
+    struct pd_buf b = { 0 };
+    size_t len;
+    xf_flush(w, true);
+    for (size_t at = 0; at < w->to_g.n; at += len, s = (struct pd_frame_scan){ 0 }) {
+        assert_int_equal(pd_frame_next(&s, w->to_g.p + at, w->to_g.n - at, PD_MAX_RECORD_DEFAULT, &len, NULL), 1);
+        if (pd_kind_of(w->to_g.p + at, len) != PD_K_ACCEPT) {
+            pd_buf_add(&b, w->to_g.p + at, len, NULL);
+            continue;
+        }
+        assert_int_equal(pd_accept_decode(w->to_g.p + at, len, &a, &r, NULL), 0);
+        for (size_t i = 0; i < r.rkeys.n; i += 4)
+            ((uint8_t *)(uintptr_t)r.rkeys.p)[i + 3] ^= 0x5a;
+        assert_int_equal(pd_accept_encode(&r, &b, NULL), 0);
+    }
+    pd_buf_free(&w->to_g);
+    w->to_g = b;
+    pd_arena_free(&a);
+}
+
+/* The giver's next step, without a word from the taker. */
+static void giver_alone(struct xf *w, int ms)
+{
+    for (int64_t until = pd_mono_us() + ms * 1000; pd_mono_us() < until;) {
+        xf_flush(w, false);
+        pd_xfer_poll(w->g, w->now);
+        pd_xfer_poll(w->t, w->now);
+        xf_events(w);
+    }
+}
+
+static void wrong_key(void **state)
+{
+    NEEDED();
+    struct xf w;
+    struct pd_err e;
+    opened(&w, "rdma,inline", "rdma,inline");
+    run(&w, 100);
+    w.manual = true;
+    give_all(&w);
+    xf_flush(&w, false);
+    while (xf_feed_one(&w, true)) {}
+    xf_events(&w);
+    assert_non_null(w.tm);
+    assert_int_equal(pd_take(w.tm, &w.take, w.now, &e), 0);
+    turn_key(&w);
+    run(&w, 3000);
+    assert_int_equal(w.got[0][PD_XE_FAILED] + w.got[1][PD_XE_FAILED], 2);
+    assert_int_equal(w.last[0].err.code, PD_ETIME);
+    if (!strstr(w.last[0].err.msg, "lets nobody write there"))
+        fail_msg("%s", w.last[0].err.msg);
+    assert_int_equal(w.got[1][PD_XE_TAKEN], 0);
+    xf_close(&w);
+}
+
+/* The giver does not hear that it was cancelled, and writes on after the taker has waited and withdrawn: nothing of that lands in memory that is used again. */
+static void late_writer(void **state)
+{
+    NEEDED();
+    struct xf w;
+    struct pd_err e;
+    opened(&w, "rdma,inline", "rdma,inline");
+    run(&w, 100);
+    assert_int_equal(xf_give(&w, "rdma", &e), 0);
+    pd_give_ready(w.gm, 0, 2);
+    run(&w, 300);
+    assert_non_null(w.tm);
+    uint32_t n = w.f.plan.n_blocks, b[32];
+    pd_move_cancel(w.tm, "asked", w.now);
+    xf_flush(&w, true);
+    w.to_g.n = 0;                                       /* lost */
+    assert_int_equal(pd_pool_stats(w.pool).used, n);    /* not yet: the giver may be writing */
+    w.now += 999999;
+    pd_xfer_tick(w.t, w.now);
+    xf_events(&w);
+    assert_int_equal(pd_pool_stats(w.pool).used, n);
+    w.now += 2;
+    assert_true(pd_xfer_next(w.t) <= w.now);
+    pd_xfer_tick(w.t, w.now);
+    xf_events(&w);
+    assert_int_equal(w.got[1][PD_XE_CANCELLED], 1);
+    assert_int_equal(pd_pool_stats(w.pool).used, 0);
+    size_t bytes = pd_pool_slab_bytes(w.pool);
+    assert_int_equal(pd_pool_take(w.pool, n, b, &e), 0);
+    uint8_t *slab = pd_pool_base(w.pool, 0), *was = malloc(bytes);
+    memset(slab, 0xa5, bytes);
+    memcpy(was, slab, bytes);
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    giver_alone(&w, 1500);
+    assert_int_equal(w.got[0][PD_XE_FAILED], 1);
+    assert_int_equal(w.last[0].err.code, PD_ETIME);
+    assert_non_null(strstr(w.last[0].err.msg, "lets nobody write there"));
+    assert_memory_equal(slab, was, bytes);
+    free(was);
+    for (uint32_t i = 0; i < n; i++)
+        pd_pool_put(w.pool, b[i]);
+    xf_close(&w);
+}
+
+/* The link goes in the middle: both ends know within seconds, and what was verified goes on over another way. */
+static void link_dies(const char *how, const char *mend, const char *words)
+{
+    struct xf w;
+    struct pd_err e;
+    opened(&w, "rdma,inline", "rdma,inline");
+    run(&w, 100);
+    assert_int_equal(xf_give(&w, "rdma", &e), 0);
+    pd_give_ready(w.gm, 0, 7);
+    run(&w, 500);
+    assert_int_equal(system(how), 0);
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    int64_t t0 = pd_mono_us();
+    run(&w, 8000);
+    assert_int_equal(system(mend), 0);
+    assert_true(pd_mono_us() - t0 < 12000000);
+    assert_int_equal(w.got[0][PD_XE_CLOSED] + w.got[1][PD_XE_CLOSED], 2);
+    assert_int_equal(w.last[0].err.code, PD_ECANCEL);
+    if (!strstr(w.last[0].err.msg, words))
+        fail_msg("%s", w.last[0].err.msg);
+    assert_non_null(w.parked);
+    assert_int_equal(pd_import_missing(w.parked), 15 - 7);
+    xf_close_ends(&w);
+    w.take.resume = w.parked;
+    w.parked = NULL;
+    memset(w.got, 0, sizeof w.got);
+    xf_open_ends(&w, NULL, NULL);       /* shm and inline */
+    w.no_fds = true;
+    run(&w, 100);
+    struct pd_give again = { .desc = &w.f.d, .blocks = w.f.blocks, .chunk_blocks = XF_CHUNK, .via = "inline" };
+    memcpy(again.lease, w.lease, 16);
+    assert_int_equal(pd_give(w.g, &again, w.now, &w.gm, &e), 0);
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    run(&w, 2000);
+    assert_int_equal(w.got[1][PD_XE_TAKEN], 1);
+    assert_true(xf_same(&w));
+    xf_close(&w);
+}
+
+static void link_down(void **state)
+{
+    NEEDED();
+    link_dies("tc qdisc add dev a0 root netem loss 100%", "tc qdisc del dev a0 root", "10.9.1.2 does not answer: transport retry counter exceeded");
+    link_dies("ip link set a0 down", "pd-link-up", "rdma: ");
+}
+
+int main(void)
+{
+    int n = 0, failed = 0;
+    struct ibv_device **all = ibv_get_device_list(&n);
+    here = all && n > 0;
+    if (all)
+        ibv_free_device_list(all);
+    const struct CMUnitTest one[] = { cmocka_unit_test(without) };
+    const struct CMUnitTest tests[] = { cmocka_unit_test(identical), cmocka_unit_test(resumed), cmocka_unit_test(cancelled),
+                                        cmocka_unit_test(wrong_key), cmocka_unit_test(late_writer) };
+    const struct CMUnitTest link[] = { cmocka_unit_test(link_down) };
+    failed += cmocka_run_group_tests(one, NULL, NULL);
+    dev[0] = "rxe_a";
+    dev[1] = "rxe_b";
+    failed += cmocka_run_group_tests_name("two devices", tests, NULL, NULL);
+    if (getenv("RDMA_VM"))
+        failed += cmocka_run_group_tests_name("their link", link, NULL, NULL);
+    if (here) {
+        dev[0] = dev[1] = "rxe_0";
+        failed += cmocka_run_group_tests_name("one device", tests, NULL, NULL);
+    }
+    return failed;
+}
