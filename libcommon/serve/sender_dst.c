@@ -252,8 +252,13 @@ static bool pump_plain(struct send_out *o)
     struct pd_chunk c;
     struct pd_err e;
     int n, rc;
-    if (!send_dst_room(d) || pd_out_has_chunk(&d->out))
+    if (!send_dst_room(d) || pd_out_has_chunk(&d->out) || (!o->told && !send_run_first(r, (uint32_t)(d - d->s->dst))))
         return false;
+    if (!o->told) {
+        put_desc(o, &r->desc);
+        o->told = true;
+        return true;
+    }
     if (o->at == o->plan.n_chunks) {
         if (r->state != SR_CLOSED)
             return false;
@@ -403,8 +408,6 @@ static bool pump_giving(struct send_out *o)
 
 void send_out_begin(struct send_out *o)
 {
-    if (o->d->state == SD_PLAIN)
-        put_desc(o, &o->r->desc);
     o->state = SO_GOING;
 }
 

@@ -23,6 +23,7 @@ struct send_out {
     struct send_dst *d;
     enum send_out_state state;
     struct pd_plan plan;                /* of what goes out */
+    bool told;                          /* plain: its offer has gone */
     uint32_t at;                        /* chunks before it have gone (plain) or are told to be ready (giving) */
     /* giving */
     struct pd_move *m;                  /* NULL: none under way */
@@ -39,6 +40,7 @@ struct send_run {
     struct send_run *next;
     struct send *s;
     struct send_src *src;               /* NULL: it is gone */
+    uint32_t from;                      /* the sender's number */
     enum send_run_state state;
     bool pass;                          /* chunks go on as they come, nothing is kept */
     bool kv_came;                       /* spoilt: nothing of it comes any more */
@@ -69,6 +71,7 @@ struct send_src {
     struct pd_endpoint ep;
     struct pd_dump_r *dump;
     enum send_src_state state;
+    uint32_t number;
     bool begun;                         /* a record came: what kind of peer it is is known */
     bool probe, relay, end_came, dialled;
     struct send_run *waits;             /* plain: nothing is read before this one has begun */
@@ -130,7 +133,7 @@ struct send {
     int *status;
     struct send_store *stores;
     struct send_run *runs, **runs_end;
-    struct send_src *srcs;
+    struct send_src *srcs; uint32_t n_srcs;
     struct send_dst *dst; uint32_t n_dst;
     struct send_listener *listeners;
     struct send_guest *guests;
@@ -152,6 +155,8 @@ void send_put(struct send *s, const void *rec, size_t n);                       
 struct send_store *send_store_of(struct send *s, const struct pd_kv_layout *l, struct pd_err *e);
 struct send_run *send_run_new(struct send_src *c, const void *offer, size_t n, struct pd_err *e);
 struct send_run *send_run_find(struct send *s, const char *run, const uint8_t *gen /* NULL: any */);
+/* The runs of one sender go out on a plain stream one after the other, in the order in which they came: whoever reads it needs room for one that is not whole. */
+bool send_run_first(const struct send_run *r, uint32_t out);
 bool send_run_begin(struct send_run *r);        /* if its time has come; true: something has changed */
 bool send_run_has(const struct send_run *r, const struct send_out *o, uint32_t chunk);  /* of what goes out: all its bytes are here, verified */
 const uint32_t *send_run_blocks(const struct send_run *r);

@@ -38,6 +38,7 @@ struct send_run *send_run_new(struct send_src *c, const void *offer, size_t n, s
         return NULL;
     r->s = s;
     r->src = c;
+    r->from = c->number;
     r->drop = c->probe;
     r->n_out = n_out;
     r->came_us = s->now;
@@ -150,6 +151,23 @@ static void refuse(struct send_run *r, const struct pd_err *why)
     send_run_spoil(r, why);
 }
 
+bool send_run_first(const struct send_run *r, uint32_t out)
+{
+    for (const struct send_run *o = r->s->runs; o != r; o = o->next)
+        if (o->from == r->from && out < o->n_out && o->state != SR_SPOILT && o->out[out].state != SO_DONE)
+            return false;
+    return true;
+}
+
+/* In order, too: a small one that overtakes a large one would keep the room that the large one waits for. */
+static bool behind_one_that_waits(const struct send_run *r)
+{
+    for (const struct send_run *o = r->s->runs; o != r; o = o->next)
+        if (o->from == r->from && o->state == SR_NEW && !o->im)
+            return true;
+    return false;
+}
+
 bool send_run_begin(struct send_run *r)
 {
     struct send *s = r->s;
@@ -159,7 +177,7 @@ bool send_run_begin(struct send_run *r)
         return false;
     for (uint32_t i = 0; i < r->n_out; i++)
         ready &= send_dst_ready(r->out[i].d, r);
-    if (!ready)
+    if (!ready || behind_one_that_waits(r))
         return false;
     r->pass = can_pass(r);
     int rc = pd_plan_make(&r->desc.layout, r->desc.n_tokens, r->desc.payload.chunk_blocks, &r->plan, &e);

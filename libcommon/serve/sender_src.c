@@ -14,6 +14,7 @@ struct send_src *send_src_new(struct send *s, struct pd_chan *c, struct pd_err *
     if (!n)
         return NULL;
     n->s = s;
+    n->number = ++s->n_srcs;
     n->c = *c;
     pd_chan_init(c);
     n->ep.fd = -1;
