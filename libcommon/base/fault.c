@@ -13,7 +13,7 @@
 static const char *const point_name[] = { "malloc", "read", "write", "fsync", "mmap", "tmpfile", "flip",
     "accepted", "route_selected", "prefill_started", "prefill_completed", "kv_published", "kv_transfer_started", "kv_transfer_completed", "decode_started",
     "streaming", "completed", "cancelled", "failed", "blocked", "fallback", "retry", "migrated", "first_token_early", "lease_granted", "lease_read",
-    "lease_renewed", "lease_released", "lease_expired", "lease_revoked", "reaped", "cancel_acked", "starting", "ready", "draining", "rotated", "gone" };
+    "lease_renewed", "lease_released", "lease_expired", "lease_revoked", "reaped", "cancel_acked", "kv_moved", "starting", "ready", "draining", "rotated", "gone" };
 enum { N_POINTS = sizeof point_name / sizeof *point_name, N_COUNTED = 6, N_CALLS = 7 };
 static const struct action { const char *name; int signal; } action[] = { { "fail", 0 }, { "stop", SIGSTOP }, { "kill", SIGKILL } };
 enum { N_ACTIONS = sizeof action / sizeof *action };

@@ -433,6 +433,8 @@ int pd_sender_run(const struct pd_sender_opts *o, int *status, struct pd_err *e)
         if (rc && e)
             *e = s.fatal;
     }
+    if (!rc && !*status && s.o.strict && s.degraded)
+        *status = 9;
     pd_info("%llu runs, %llu bytes of KV", (unsigned long long)s.runs_passed, (unsigned long long)s.bytes_passed);
     close_all(&s);
     return rc;

@@ -90,6 +90,7 @@ static void to_plain(struct send_dst *d)
     pd_leases_free(d->leases);
     d->leases = NULL;
     d->may_ask = false;
+    d->s->degraded = true;
     d->state = SD_PLAIN;
     for (const struct send_kept *k = d->kept; k; k = k->next)
         send_dst_put(d, k->rec, k->n);
@@ -446,8 +447,10 @@ static void on_event(struct send_dst *d, const struct pd_xfer_event *ev)
             say_kept(d, k);
         return;
     case PD_XE_ACCEPTED:
-        o->sent += ev->bytes;
+        o->sent += ev->bytes;           /* of a second try: what the first one did not bring */
         o->skipped = o->plan.bytes - ev->bytes;
+        if (!o->accepted_us)
+            o->accepted_us = s->now;
         return;
     case PD_XE_VERIFIED:
         o->verified_us = s->now;
@@ -479,6 +482,7 @@ static void down(struct send_dst *d, const char *why)
     while (pd_xfer_event(d->c.x, &ev))
         on_event(d, &ev);
     d->drops++;
+    s->degraded = true;
     if (!again || ++d->drops_row > ROW_MAX) {
         pd_fail(&e, PD_ECANCEL, "%s: the connection was lost%s: %s", d->spec, again ? " time and again" : "", why);
         send_fatal(s, &e);

@@ -32,7 +32,7 @@ struct send_out {
     uint32_t tries;
     char scheme[12];
     uint64_t sent, skipped;
-    int64_t offered_us, first_us, verified_us;
+    int64_t offered_us, accepted_us, first_us, verified_us;
 };
 
 enum send_run_state { SR_NEW /* its KV has nowhere to lie yet */, SR_OPEN, SR_CLOSED /* all came */, SR_SPOILT };
@@ -142,6 +142,8 @@ struct send {
     bool stopping;                      /* the first signal: what is whole goes out, nothing new comes in */
     struct pd_err fatal;
     uint64_t runs_passed, bytes_passed;
+    uint32_t n_runs, most_runs;         /* in hand */
+    bool degraded;                      /* something went a slower way, or twice */
     bool opened;                        /* all receivers are there */
 };
 

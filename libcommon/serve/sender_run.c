@@ -56,6 +56,8 @@ struct send_run *send_run_new(struct send_src *c, const void *offer, size_t n, s
     }
     *s->runs_end = r;
     s->runs_end = &r->next;
+    if (++s->n_runs > s->most_runs)
+        s->most_runs = s->n_runs;
     return r;
 }
 
@@ -71,6 +73,7 @@ void send_run_free(struct send_run *r)
 {
     for (uint32_t i = 0; i < r->n_out; i++)
         send_dst_unpin(r->out[i].d, r);
+    r->s->n_runs--;
     if (r->src && r->src->waits == r)
         r->src->waits = NULL;
     for (uint32_t i = 0; i < r->n_blocks; i++)
@@ -246,7 +249,7 @@ int send_run_close(struct send_run *r, const void *kv, size_t n, struct pd_err *
     int rc = pd_kvdesc_decode(kv, n, &r->kv_mem, &r->kv, e);
     if (rc)
         return rc;
-    r->closed_us = pd_mono_us();
+    r->closed_us = r->s->now;
     r->state = SR_CLOSED;
     return 0;
 }
@@ -262,6 +265,25 @@ static bool over(const struct send_run *r)
         if (r->out[i].state != SO_DONE || r->out[i].m)
             return false;
     return true;
+}
+
+/* What became of it at a receiver. Times count from when it could have gone there; exposed: after the last of it had come here. */
+static void tell(const struct send_run *r, const struct send_out *o)
+{
+    struct send *s = r->s;
+    int64_t from = o->offered_us ? o->offered_us : r->came_us, end = o->verified_us ? o->verified_us : s->now, came = r->closed_us ? r->closed_us : s->now;
+    bool whole = r->state == SR_CLOSED && o->tries != UINT32_MAX;
+    struct pd_step step = { .run = r->desc.run, .gen = r->desc.gen, .op = r->desc.op, .lease = o->m || o->released ? o->lease : NULL };
+    struct pd_figure f[] = {
+        { "offered_bytes", (int64_t)r->plan.bytes }, { "skipped_bytes", (int64_t)o->skipped }, { "sent_bytes", (int64_t)o->sent },
+        { "wire_bytes", strcmp(o->scheme, "shm") ? (int64_t)o->sent : 0 }, { "queue_us", (o->accepted_us ? o->accepted_us : from) - r->came_us },
+        { "queue_runs", s->most_runs }, { "first_byte_us", (o->first_us ? o->first_us : end) - from }, { "complete_us", end - from },
+        { "exposed_us", end > came ? end - came : 0 }, { "retries", o->tries && o->tries != UINT32_MAX ? o->tries - 1 : 0 }, { "release_us", s->now - end },
+        { "whole", whole } };
+    pd_trace_figures(s->o.trace, &step, PD_ST_KV_MOVED, o->sent, whole ? o->scheme[0] ? o->scheme : "stream" : "without its KV", f, sizeof f / sizeof *f);
+    if (whole)
+        pd_info("run %s: %llu bytes by %s in %lld us, of which %lld after the last had come", r->desc.run, (unsigned long long)o->sent,
+                o->scheme[0] ? o->scheme : "stream", (long long)(end - from), (long long)f[8].value);
 }
 
 bool send_runs_pump(struct send *s)
@@ -280,6 +302,8 @@ bool send_runs_pump(struct send *s)
             s->runs_passed++;
             s->bytes_passed += r->plan.bytes;
         }
+        for (uint32_t i = 0; i < r->n_out; i++)
+            tell(r, &r->out[i]);
         *at = r->next;
         if (s->runs_end == &r->next)
             s->runs_end = at;

@@ -167,6 +167,7 @@ static void plain_kv(struct send_src *c, const struct pd_rec *rec)
             r->kv_came = true;
         else if (r) {
             r->state = SR_CLOSED;
+            r->closed_us = s->now;
             for (uint32_t i = 0; i < r->n_out; i++)
                 r->out[i].state = SO_DONE;
         }
@@ -484,6 +485,7 @@ static void lost(struct send_src *c, const char *why)
         send_src_end(c);
         return;
     }
+    s->degraded = true;
     pd_warn("the connection of a sender was lost (%s); waiting %lld ms for it to come again", why, (long long)(s->o.resume_us / 1000));
     pd_chan_close(&c->c);
     pd_endpoint_abort(&c->ep);

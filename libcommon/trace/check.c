@@ -454,7 +454,7 @@ static int on_run(struct pd_check *c, const struct pd_log_rec *rec, struct proc 
     int rc;
     if (!r)
         r = pd_keyed_find(&c->old_runs, name, PD_RUN_LEN);
-    if (!r && class == PD_SC_NOTE)
+    if ((!r && class == PD_SC_NOTE) || id == PD_ST_KV_MOVED)
         return 0;
     if (!r && pd_seen_has(&c->past_runs, name, PD_RUN_LEN)) {
         struct pd_finding f = finding("after_end", name, NULL, ref, "%s after the run had ended (its end is no longer held)", state_name(id));

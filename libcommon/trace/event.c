@@ -8,6 +8,8 @@
 #include "../base/clock.h"
 #include "../base/fault.h"
 #include "../base/log.h"
+#include "../wire/pack.h"
+#include "../wire/value.h"
 #include "event.h"
 
 enum { ROOM = 8192 };
@@ -111,7 +113,30 @@ void pd_trace_record(struct pd_trace *t, const void *rec, size_t len)
         warn_once(t, n < 0 ? strerror(errno) : "a record was written in part");
 }
 
-void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
+/* An event and what else there is to say about it: keys that readers who do not know them skip. */
+static int encode(const struct pd_event *v, const struct pd_figure *f, int n, struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_buf plain = { 0 };
+    struct pd_packer k;
+    struct pd_iter it;
+    if (!n)
+        return pd_event_encode(v, b, e);
+    int rc = pd_event_encode(v, &plain, e);
+    if (!rc && pd_iter_open(&it, (struct pd_bin){ plain.p, plain.n }, PD_T_MAP)) {
+        pd_pack_init(&k, b, e);
+        msgpack_pack_map(&k.pk, it.left + (size_t)n);
+        pd_pack_raw(&k, it.p, it.n);
+        for (int i = 0; i < n; i++) {
+            pd_pack_text(&k, f[i].name);
+            msgpack_pack_int64(&k.pk, f[i].value);
+        }
+        rc = k.rc;
+    }
+    pd_buf_free(&plain);
+    return rc;
+}
+
+static void emit(struct pd_trace *t, const struct pd_event *ev, const struct pd_figure *f, int n)
 {
     if (!t)
         return;
@@ -131,7 +156,7 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
     if (!v.mono_us)
         v.mono_us = pd_mono_us();
     b->n = 0;
-    if (pd_event_encode(&v, b, &e))
+    if (encode(&v, f, n, b, &e))
         warn_once(t, e.msg);
     else
         pd_trace_record(t, b->p, b->n);
@@ -141,6 +166,8 @@ void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev)
         atomic_store(&t->used, false);
 }
 
+void pd_trace_emit(struct pd_trace *t, const struct pd_event *ev) { emit(t, ev, NULL, 0); }
+
 static void copy16(uint8_t to[16], bool *has, const uint8_t *from)
 {
     *has = from != NULL;
@@ -148,7 +175,7 @@ static void copy16(uint8_t to[16], bool *has, const uint8_t *from)
         memcpy(to, from, 16);
 }
 
-static void emit_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause)
+static void emit_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause, const struct pd_figure *f, int n)
 {
     struct pd_event v = { .bytes = bytes, .choice = s->choice, .pos = s->pos, .tokens = s->tokens };
     if (s->run)
@@ -162,13 +189,19 @@ static void emit_step(struct pd_trace *t, const struct pd_step *s, enum pd_state
     copy16(v.lease, &v.has_lease, s->lease);
     if (cause)
         v.cause = (struct pd_str){ cause, strlen(cause) };
-    pd_trace_emit(t, &v);
+    emit(t, &v, f, n);
+}
+
+void pd_trace_figures(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause, const struct pd_figure *f, int n)
+{
+    if (t)
+        emit_step(t, s, state, bytes, cause, f, n);
 }
 
 void pd_trace_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause)
 {
     if (t)
-        emit_step(t, s, state, bytes, cause);
+        emit_step(t, s, state, bytes, cause, NULL, 0);
     pd_fault(pd_state[state].name);     /* where drills stop or kill a process */
 }
 

@@ -29,6 +29,9 @@ struct pd_step {
     uint32_t choice, pos, tokens;               /* streaming: what went out; completed: tokens of all choices */
 };
 void pd_trace_step(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause);
+/* The same with figures, each a key of its own in the record. */
+struct pd_figure { const char *name; int64_t value; };
+void pd_trace_figures(struct pd_trace *t, const struct pd_step *s, enum pd_state_id state, uint64_t bytes, const char *cause, const struct pd_figure *f, int n);
 /* A record of another kind (a route), whole: one msgpack map. */
 void pd_trace_record(struct pd_trace *t, const void *rec, size_t n);
 /* Of the process: PD_ST_READY, PD_ST_DRAINING. */

@@ -39,6 +39,7 @@ const struct pd_state pd_state[PD_N_STATES] = {
     [PD_ST_LEASE_REVOKED] = { .name = "lease_revoked", .class = PD_SC_LEASE },
     [PD_ST_REAPED] = { .name = "reaped", .class = PD_SC_LEASE },
     [PD_ST_CANCEL_ACKED] = { .name = "cancel_acked", .class = PD_SC_NOTE },
+    [PD_ST_KV_MOVED] = { .name = "kv_moved", .class = PD_SC_NOTE },     /* of a filter in between: it takes no part in the run */
     [PD_ST_STARTING] = { .name = "starting", .class = PD_SC_PROC },
     [PD_ST_READY] = { .name = "ready", .class = PD_SC_PROC },
     [PD_ST_DRAINING] = { .name = "draining", .class = PD_SC_PROC },
