@@ -2,10 +2,11 @@
 #include <stdio.h>
 #include <unistd.h>
 #include "../libcommon/base/cli.h"
+#include "../libcommon/serve/ask.h"
 #include "../libcommon/serve/sender.h"
 #include "../libcommon/xfer/transport.h"
 
-static char *via, *peers, *kv_mem, *chunk, *resume, *trace;
+static char *via, *peers, *kv_mem, *chunk, *resume, *trace, *status_of;
 static int keep_going, strict;
 static struct poptOption options[] = {
     { "via", '\0', POPT_ARG_STRING, &via, 0, "how KV may go between two that speak the transfer protocol, best first (default shm,inline)", "SCHEMES" },
@@ -15,6 +16,8 @@ static struct poptOption options[] = {
     { "resume", '\0', POPT_ARG_STRING, &resume, 0, "how long a dropped transfer is tried to be gone on with (default: the connect timeout)", "TIME" },
     { "keep-going", 'k', POPT_ARG_NONE, &keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a transfer had to begin again, or went a slower way than it could", NULL },
+    { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)",
+        "ENDPOINT" },
     { "trace", '\0', POPT_ARG_STRING, &trace, 0, "append what became of each transfer to FILE", "FILE" },
     PD_CLI_COMMON
 };
@@ -35,6 +38,8 @@ static int run(const char **args, int *status, struct pd_err *e)
     int64_t n = 0, max = pd_cli_max_record(e);
     if (args[0])
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
+    if (status_of)
+        return pd_print_status(status_of, e);
     if (max < 0 || !(o.net = pd_net_cli(e)) || (via && pd_via_check(via, e) < 0) || a_size("--kv-mem", kv_mem, 65536, &o.kv_mem, e) ||
         a_size("--chunk", chunk, 1, (int64_t *)&o.chunk_bytes, e))
         return e->code;

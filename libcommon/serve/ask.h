@@ -10,4 +10,9 @@ int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *rec, 
 int pd_ask_workers(const char *at, const struct pd_net *net, struct pd_buf *recs, struct pd_err *e);
 /* The status record for a person. */
 int pd_status_text(const uint8_t *rec, size_t n, struct pd_buf *out, struct pd_err *e);
+
+/* To -o, as the command line says: records (msgpack, or JSON Lines), text, and the whole of --status. */
+int pd_print_records(const uint8_t *p, size_t n, struct pd_err *e);
+int pd_print_text(const struct pd_buf *b, struct pd_err *e);
+int pd_print_status(const char *at, struct pd_err *e);
 #endif

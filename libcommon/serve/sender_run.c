@@ -302,7 +302,7 @@ bool send_runs_pump(struct send *s)
             s->runs_passed++;
             s->bytes_passed += r->plan.bytes;
         }
-        for (uint32_t i = 0; i < r->n_out; i++)
+        for (uint32_t i = 0; r->plan.bytes && i < r->n_out; i++)
             tell(r, &r->out[i]);
         *at = r->next;
         if (s->runs_end == &r->next)
