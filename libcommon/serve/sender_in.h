@@ -72,7 +72,6 @@ struct send_src {
     struct pd_dump_r *dump;
     enum send_src_state state;
     uint32_t number;
-    bool begun;                         /* a record came: what kind of peer it is is known */
     bool probe, relay, end_came, dialled;
     struct send_run *waits;             /* plain: nothing is read before this one has begun */
     uint8_t life[8];                    /* of a taking one: whoever dials again with it is the same peer */

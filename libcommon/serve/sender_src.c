@@ -593,7 +593,6 @@ bool send_src_again(const struct send *s, const struct pd_hello *h)
 void send_src_record(struct send_src *c, const struct pd_rec *rec)
 {
     struct pd_err e = { 0 };
-    c->begun = true;
     if (rec->kind == PD_K_HELLO && c->c.socket && c->state != SS_TAKING)
         on_hello(c, rec);
     else if (c->state == SS_PLAIN)
