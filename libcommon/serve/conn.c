@@ -1,5 +1,6 @@
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -7,7 +8,9 @@
 #include <unistd.h>
 #include "../base/clock.h"
 #include "../base/fault.h"
+#include "../base/log.h"
 #include "../wire/json.h"
+#include "../wire/tcp.h"
 #include "../wire/unix.h"
 #include "conn.h"
 
@@ -16,17 +19,24 @@ enum {
     TURN = 1 << 18,             /* bytes that one connection reads or writes in one turn of the loop, so that others have theirs */
     CMSG_FDS = 16, MAX_FDS = 64,
     PIECES = 64,
+    OPEN_US = 5000000,          /* to stand: connected, and a key proved */
     LINGER_US = 500000          /* for a peer that we have done with and that still writes: it is to see our last words, not a reset */
 };
 
 /* Descriptors that go with the byte at `at` of all that is written. */
 struct with_fds { struct with_fds *next; uint64_t at; int n, fd[CMSG_FDS]; };
 
+/* Where it is dialled: each address in turn. */
+struct dial { struct pd_tcp_addr a[PD_TCP_ADDRS]; int n, at; };
+
 struct pd_conn {
     struct pd_loop *l;
     int fd;
+    struct pd_tls *tls;         /* or NULL */
     struct pd_watch *w;
-    struct pd_timer *linger;
+    struct pd_timer *linger;    /* and, before that, for it to stand */
+    struct dial *dial;          /* while it is being connected */
+    bool opening, dialled, tcp;
     struct pd_conn_opts o;
     const struct pd_conn_cb *cb;
     void *ctx, *user;
@@ -55,6 +65,7 @@ struct pd_conn {
 
 static void on_turn(void *ctx);
 static void on_ready(void *ctx, unsigned ready);
+static void on_not_standing(void *ctx);
 static void input(struct pd_conn *c);
 
 static void soon(struct pd_conn *c)
@@ -67,9 +78,11 @@ static void soon(struct pd_conn *c)
 }
 
 static size_t waiting(const struct pd_conn *c) { return c->out.n - c->at; }
+static bool unsent(const struct pd_conn *c) { return c->tls && pd_tls_unsent(c->tls); }
+static const char *name(const struct pd_conn *c) { return c->o.name ? c->o.name : "peer"; }
 static bool dry(const struct pd_conn *c) { return !c->cb->pull || c->dry; }
 static size_t high(const struct pd_conn *c) { return c->o.high ? c->o.high : HIGH; }
-static bool may_read(const struct pd_conn *c) { return !c->ended && !c->holds && (!c->full || c->o.asks) && !c->finishing && !c->dying; }
+static bool may_read(const struct pd_conn *c) { return !c->opening && !c->ended && !c->holds && (!c->full || c->o.asks) && !c->finishing && !c->dying; }
 
 static void count(struct pd_metric *m, size_t n) { pd_metric_add(m, (int64_t)n); }
 #define METER(c, what, n) count((c)->o.meter ? (c)->o.meter->what : NULL, n)
@@ -82,6 +95,8 @@ static void release(struct pd_conn *c)
         pd_loop_undefer(c->l, &c->turn);
     pd_watch_free(c->w);
     pd_timer_free(c->linger);
+    pd_tls_free(c->tls);
+    pd_free(c->dial);
     if (c->fd >= 0)
         close(c->fd);
     while (c->n_got)
@@ -120,17 +135,14 @@ static void die(struct pd_conn *c, const struct pd_err *why)
     soon(c);
 }
 
-int pd_conn_new(struct pd_loop *l, int fd, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out, struct pd_err *e)
+/* All but the socket. */
+static int make(struct pd_loop *l, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out, struct pd_err *e)
 {
-    struct ucred cred;
-    socklen_t n = sizeof cred;
     struct pd_conn *c = pd_calloc(1, sizeof *c, "a connection", e);
-    if (!c) {
-        close(fd);
+    if (!c)
         return PD_ENOMEM;
-    }
     c->l = l;
-    c->fd = fd;
+    c->fd = -1;
     c->o = *o;
     c->cb = cb;
     c->ctx = ctx;
@@ -139,28 +151,83 @@ int pd_conn_new(struct pd_loop *l, int fd, const struct pd_conn_opts *o, const s
     c->since = pd_mono_us();
     if (c->o.max_fds > MAX_FDS)
         c->o.max_fds = MAX_FDS;
-    if (!getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &n))
+    struct pd_rstream_opts ro = { .max_record = o->max_record, .name = name(c) };
+    int rc = pd_rstream_new(-1, &ro, &c->in, e);
+    if (rc)
+        release(c);
+    else
+        *out = c;
+    return rc;
+}
+
+static void join_set(struct pd_conn *c)
+{
+    struct pd_conns *set = c->o.set;
+    if (!set)
+        return;
+    c->next = set->first;
+    c->prev = &set->first;
+    if (c->next)
+        c->next->prev = &c->next;
+    set->first = c;
+    set->n++;
+}
+
+static int watch(struct pd_conn *c, struct pd_err *e)
+{
+    int rc = pd_watch_new(c->l, c->fd, on_ready, c, &c->w, e);
+    return rc ? rc : pd_watch_set(c->w, c->dial ? PD_WRITE : PD_READ, e);
+}
+
+/* It may take this long to stand. */
+static int begin_opening(struct pd_conn *c, struct pd_err *e)
+{
+    c->opening = true;
+    int rc = pd_timer_new(c->l, on_not_standing, c, &c->linger, e);
+    return rc ? rc : pd_timer_in(c->linger, OPEN_US, e);
+}
+
+static int begin_tls(struct pd_conn *c, bool client, struct pd_err *e)
+{
+    int rc = pd_tls_new(c->o.net->keys, c->fd, client, name(c), &c->tls, e);
+    return rc || c->opening ? rc : begin_opening(c, e);
+}
+
+static bool sealed(const struct pd_conn *c) { return c->tcp && c->o.net && c->o.net->keys; }
+
+int pd_conn_new(struct pd_loop *l, int fd, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out, struct pd_err *e)
+{
+    struct ucred cred;
+    socklen_t n = sizeof cred;
+    struct pd_conn *c;
+    int rc = make(l, o, cb, ctx, &c, e);
+    if (rc) {
+        close(fd);
+        return rc;
+    }
+    c->fd = fd;
+    c->tcp = pd_is_tcp(fd);
+    if (!c->tcp && !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &n))
         c->pid = cred.pid;
-    struct pd_rstream_opts ro = { .max_record = o->max_record, .name = o->name ? o->name : "peer" };
-    int rc = fcntl(fd, F_SETFL, O_NONBLOCK) ? pd_fail_sys(e, "%s: cannot use the connection", ro.name) : 0;
-    if (rc || (rc = pd_rstream_new(-1, &ro, &c->in, e)) || (rc = pd_watch_new(l, fd, on_ready, c, &c->w, e)) || (rc = pd_watch_set(c->w, PD_READ, e))) {
+    if (c->tcp)
+        pd_tcp_tune(fd);
+    if (fcntl(fd, F_SETFL, O_NONBLOCK))
+        rc = pd_fail_sys(e, "%s: cannot use the connection", name(c));
+    if (!rc && sealed(c))
+        rc = begin_tls(c, false, e);
+    if (rc || (rc = watch(c, e))) {
         release(c);
         return rc;
     }
-    if (o->set) {
-        c->next = o->set->first;
-        c->prev = &o->set->first;
-        if (c->next)
-            c->next->prev = &c->next;
-        o->set->first = c;
-        o->set->n++;
-    }
+    join_set(c);
     *out = c;
     return 0;
 }
 
-int pd_conn_dial(struct pd_loop *l, const char *path, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
-                 struct pd_err *e)
+/* ---- dialling ---- */
+
+static int dial_unix(struct pd_loop *l, const char *path, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
+                     struct pd_err *e)
 {
     struct sockaddr_un a;
     int rc = pd_unix_address(path, &a, e);
@@ -182,6 +249,116 @@ int pd_conn_dial(struct pd_loop *l, const char *path, const struct pd_conn_opts 
         return rc;
     }
     return pd_conn_new(l, fd, o, cb, ctx, out, e);
+}
+
+/* The next of the addresses, until one is on its way. */
+static int dial_next(struct pd_conn *c, struct pd_err *e)
+{
+    int rc = PD_ENOWORKER;
+    pd_watch_free(c->w);
+    c->w = NULL;
+    if (c->fd >= 0)
+        close(c->fd);
+    c->fd = -1;
+    while (rc == PD_ENOWORKER && c->dial->at < c->dial->n)
+        rc = pd_tcp_dial(&c->dial->a[c->dial->at++], &c->fd, e);
+    return rc ? rc : watch(c, e);
+}
+
+static int dial_tcp(struct pd_loop *l, const char *where, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
+                    struct pd_err *e)
+{
+    struct pd_conn *c;
+    int rc = make(l, o, cb, ctx, &c, e);
+    if (rc)
+        return rc;
+    c->tcp = c->dialled = true;
+    if (!(c->dial = pd_calloc(1, sizeof *c->dial, "addresses", e)))
+        rc = PD_ENOMEM;
+    rc = rc ? rc : pd_tcp_resolve(where, false, c->dial->a, &c->dial->n, e);
+    rc = rc ? rc : pd_tcp_may(c->dial->a, c->dial->n, o->net, where, e);
+    rc = rc ? rc : begin_opening(c, e);
+    rc = rc ? rc : dial_next(c, e);
+    if (rc) {
+        release(c);
+        return rc;
+    }
+    join_set(c);
+    *out = c;
+    return 0;
+}
+
+int pd_conn_can_dial(const char *at, struct pd_err *e)
+{
+    struct sockaddr_un a;
+    if (!strncmp(at, "unix:", 5) && at[5])
+        return pd_unix_address(at + 5, &a, e);
+    if (!strncmp(at, "tcp:", 4))
+        return pd_tcp_check(at + 4, false, e);
+    return pd_fail(e, PD_EUSAGE, "'%.200s' is no endpoint to connect to (examples: unix:/run/pd/d0, tcp:hostB:7000)", at);
+}
+
+int pd_conn_dial(struct pd_loop *l, const char *at, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
+                 struct pd_err *e)
+{
+    int rc = pd_conn_can_dial(at, e);
+    return rc ? rc : *at == 'u' ? dial_unix(l, at + 5, o, cb, ctx, out, e) : dial_tcp(l, at + 4, o, cb, ctx, out, e);
+}
+
+/* ---- opening ---- */
+
+static void not_standing(struct pd_conn *c, const struct pd_err *why)
+{
+    static int64_t since;
+    static int n;
+    if (!since || pd_mono_us() - since > 10000000) {
+        since = pd_mono_us();
+        n = 0;
+    }
+    if (!c->dialled && n++ < 20)        /* somebody who came: nobody else would tell of it; nor shall it fill the log */
+        pd_warn("%s", why->msg);
+    die(c, why);
+}
+
+static void on_not_standing(void *ctx)
+{
+    struct pd_conn *c = ctx;
+    struct pd_err e;
+    pd_fail(&e, PD_ENOWORKER, "%s: %s within %d ms", name(c), c->dial ? "no connection" : "no TLS handshake (does the other side have --key-file?)", OPEN_US / 1000);
+    not_standing(c, &e);
+}
+
+/* The socket has news while it does not stand yet. */
+static void open_on(struct pd_conn *c)
+{
+    struct pd_err e = { 0 };
+    int rc = 0;
+    if (c->dial) {
+        char where[PD_TCP_NAME];
+        pd_tcp_name(&c->dial->a[c->dial->at - 1], where);
+        if ((rc = pd_tcp_stands(c->fd, where, &e)) == PD_ENOWORKER && c->dial->at < c->dial->n && !(rc = dial_next(c, &e)))
+            return;
+        pd_free(c->dial);
+        c->dial = NULL;
+        if (!rc && sealed(c))
+            rc = begin_tls(c, true, &e);
+    }
+    if (!rc && c->tls && (rc = pd_tls_shake(c->tls)) >= 0) {
+        if (!rc)
+            return;
+        rc = 0;
+    } else if (rc == -1 && c->tls && !e.code)
+        e = *pd_tls_why(c->tls);
+    if (e.code) {
+        not_standing(c, &e);
+        return;
+    }
+    c->opening = false;
+    pd_timer_free(c->linger);
+    c->linger = NULL;
+    if (c->cb->stands)
+        c->cb->stands(c->ctx, c);
+    soon(c);
 }
 
 void pd_conn_free(struct pd_conn *c)
@@ -214,8 +391,13 @@ static void interest(struct pd_conn *c)
     struct pd_err e;
     if (c->dying)
         return;
-    bool read = may_read(c) || c->lingering;
-    if (pd_watch_set(c->w, (read ? PD_READ : 0) | (c->blocked ? PD_WRITE : 0), &e) < 0)
+    bool read = may_read(c) || c->lingering, write = c->blocked;
+    if (c->opening) {
+        short wants = c->dial ? POLLOUT : c->tls ? pd_tls_wants(c->tls) : 0;
+        read = wants & POLLIN;
+        write = wants & POLLOUT;
+    }
+    if (pd_watch_set(c->w, (read ? PD_READ : 0) | (write ? PD_WRITE : 0), &e) < 0)
         die(c, &e);
 }
 
@@ -224,7 +406,7 @@ static void interest(struct pd_conn *c)
 static void peer_gone(struct pd_conn *c, const char *how, int sys)
 {
     struct pd_err e;
-    pd_fail(&e, PD_ECANCEL, "%s: the peer went away (%s)", c->o.name ? c->o.name : "peer", sys ? strerror(sys) : how);
+    pd_fail(&e, PD_ECANCEL, "%s: the peer went away (%s)", name(c), sys ? strerror(sys) : how);
     e.sys = sys;
     if (!c->hup) {
         c->hup = true;
@@ -262,10 +444,30 @@ static void wrote(struct pd_conn *c, size_t n)
     }
 }
 
+static void write_failed(struct pd_conn *c, int sys)
+{
+    struct pd_err e;
+    if (sys == EPIPE || sys == ECONNRESET || sys == ETIMEDOUT || sys == EHOSTUNREACH) {
+        peer_gone(c, NULL, sys);
+        return;
+    }
+    errno = sys;
+    if (c->tls && sys == EPROTO)
+        e = *pd_tls_why(c->tls);
+    else
+        pd_fail_sys(&e, "%s: cannot write", name(c));
+    die(c, &e);
+}
+
 static ssize_t send_some(struct pd_conn *c, struct iovec *v, int n, const struct with_fds *f)
 {
     union { struct cmsghdr h; char room[CMSG_SPACE(sizeof(int) * CMSG_FDS)]; } ctl;
     struct msghdr m = { .msg_iov = v, .msg_iovlen = (size_t)n };
+    if (c->tls) {
+        ssize_t k = pd_fault("write") ? (errno = ENOSPC, -1) : pd_tls_writev(c->tls, v, n);
+        c->blocked = unsent(c);
+        return k >= 0 || errno == EAGAIN ? k : (write_failed(c, errno), k);
+    }
     if (f) {
         memset(&ctl, 0, sizeof ctl);
         m.msg_control = ctl.room;
@@ -280,15 +482,8 @@ static ssize_t send_some(struct pd_conn *c, struct iovec *v, int n, const struct
         k = pd_fault("write") ? (errno = ENOSPC, -1) : sendmsg(c->fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT);
     while (k < 0 && errno == EINTR);
     c->blocked = k < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
-    if (k < 0 && !c->blocked) {
-        if (errno == EPIPE || errno == ECONNRESET)
-            peer_gone(c, NULL, errno);
-        else {
-            struct pd_err e;
-            pd_fail_sys(&e, "%s: cannot write", c->o.name ? c->o.name : "peer");
-            die(c, &e);
-        }
-    }
+    if (k < 0 && !c->blocked)
+        write_failed(c, errno);
     return k;
 }
 
@@ -296,7 +491,17 @@ static ssize_t send_some(struct pd_conn *c, struct iovec *v, int n, const struct
 static void output(struct pd_conn *c)
 {
     size_t left = TURN;
-    while (left && waiting(c) && !c->dying && !c->hup) {
+    if (c->opening)
+        return;
+    if (unsent(c)) {
+        int rc = pd_tls_flush(c->tls);
+        c->blocked = rc == 1;
+        if (rc < 0)
+            peer_gone(c, NULL, ECONNRESET);
+        if (rc)
+            return;
+    }
+    while (left && waiting(c) && !c->blocked && !c->dying && !c->hup) {
         uint64_t here = c->base + c->at;
         struct with_fds *f = c->send && c->send->at == here ? c->send : NULL, *next = f ? f->next : c->send;
         size_t n = waiting(c);
@@ -347,10 +552,10 @@ static void output(struct pd_conn *c)
 static int can_put(struct pd_conn *c, struct pd_err *e)
 {
     if (c->dying || c->hup || c->finishing)
-        return pd_fail(e, PD_ECANCEL, "%s: the peer is gone", c->o.name ? c->o.name : "peer");
+        return pd_fail(e, PD_ECANCEL, "%s: the peer is gone", name(c));
     if (!c->o.asks && waiting(c) / 8 >= high(c)) {
         struct pd_err why;
-        pd_fail(&why, PD_ENOMEM, "%s: the peer reads too slowly: %zu bytes wait for it", c->o.name ? c->o.name : "peer", waiting(c));
+        pd_fail(&why, PD_ENOMEM, "%s: the peer reads too slowly: %zu bytes wait for it", name(c), waiting(c));
         if (e)
             *e = why;
         die(c, &why);
@@ -379,7 +584,7 @@ int pd_conn_put_fds(struct pd_conn *c, const void *rec, size_t n, const int *fd,
             c->out.n = from;
         if (rc == PD_ENOMEM) {          /* a record is missing: no more can follow it */
             struct pd_err why;
-            pd_fail(&why, PD_ENOMEM, "%s: out of memory for a record", c->o.name ? c->o.name : "peer");
+            pd_fail(&why, PD_ENOMEM, "%s: out of memory for a record", name(c));
             die(c, &why);
         }
         for (int i = 0; i < n_fd; i++)
@@ -427,7 +632,6 @@ void pd_conn_want(struct pd_conn *c) { soon(c); }
 /* The descriptors of a message, into the queue. */
 static int take_fds(struct pd_conn *c, struct msghdr *m, struct pd_err *e)
 {
-    const char *name = c->o.name ? c->o.name : "peer";
     int rc = 0;
     for (struct cmsghdr *h = CMSG_FIRSTHDR(m); h; h = CMSG_NXTHDR(m, h)) {
         if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS)
@@ -440,12 +644,12 @@ static int take_fds(struct pd_conn *c, struct msghdr *m, struct pd_err *e)
                 c->got[c->n_got++] = fd;
             else {
                 close(fd);
-                rc = pd_fail(e, PD_EFAIL, "%s: the peer sent more descriptors than %d that nobody has taken", name, c->o.max_fds);
+                rc = pd_fail(e, PD_EFAIL, "%s: the peer sent more descriptors than %d that nobody has taken", name(c), c->o.max_fds);
             }
         }
     }
     if (!rc && m->msg_flags & MSG_CTRUNC)
-        rc = pd_fail(e, PD_ENOMEM, "%s: descriptors that the peer sent could not be taken (%d at once at the most; is the descriptor limit reached?)", name,
+        rc = pd_fail(e, PD_ENOMEM, "%s: descriptors that the peer sent could not be taken (%d at once at the most; is the descriptor limit reached?)", name(c),
                      CMSG_FDS);
     return rc;
 }
@@ -464,19 +668,26 @@ static int receive(struct pd_conn *c, size_t *budget)
     }
     v.iov_base = p;
     struct msghdr m = { .msg_iov = &v, .msg_iovlen = 1, .msg_control = ctl.room, .msg_controllen = sizeof ctl.room };
-    ssize_t k = pd_fault("read") ? (errno = EIO, -1) : recvmsg(c->fd, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (c->tls)
+        m.msg_controllen = 0;
+    ssize_t k = pd_fault("read") ? (errno = EIO, -1) : c->tls ? pd_tls_read(c->tls, v.iov_base, v.iov_len) : recvmsg(c->fd, &m, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (k < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
         return 0;
-    if (k < 0 && errno == ECONNRESET) {
+    if (k < 0 && (errno == ECONNRESET || (c->tcp && (errno == ETIMEDOUT || errno == EHOSTUNREACH)))) {
         c->eof = c->ended = true;
-        if (!c->hup)
-            pd_fail(&c->why, PD_ECANCEL, "%s: the peer went away (%s)", c->o.name ? c->o.name : "peer", strerror(ECONNRESET));
+        if (!c->hup && c->tls)
+            c->why = *pd_tls_why(c->tls);
+        else if (!c->hup)
+            pd_fail(&c->why, PD_ECANCEL, "%s: the peer went away (%s)", name(c), strerror(errno));
         c->hup = true;
         die(c, &c->why);
         return PD_ECANCEL;
     }
     if (k < 0) {
-        pd_fail_sys(&e, "%s: cannot read", c->o.name ? c->o.name : "peer");
+        if (c->tls && errno == EPROTO)
+            e = *pd_tls_why(c->tls);
+        else
+            pd_fail_sys(&e, "%s: cannot read", name(c));
         die(c, &e);
         return e.code;
     }
@@ -572,14 +783,16 @@ int pd_conn_take_fd(struct pd_conn *c)
     return fd;
 }
 
-int pd_conn_detach(struct pd_conn *c, struct pd_err *e)
+int pd_conn_detach(struct pd_conn *c, struct pd_tls **tls, struct pd_err *e)
 {
-    if (!c->first || c->dying || c->hup || waiting(c) || pd_rstream_is_json(c->in) || !pd_rstream_empty(c->in))
-        return pd_fail(e, PD_EFAIL, "%s: the socket cannot be handed on any more", c->o.name ? c->o.name : "peer");
+    if (!c->first || c->dying || c->hup || waiting(c) || unsent(c) || pd_rstream_is_json(c->in) || !pd_rstream_empty(c->in))
+        return pd_fail(e, PD_EFAIL, "%s: the socket cannot be handed on any more", name(c));
     int fd = c->fd;
     die(c, NULL);
     c->no_gone = true;
     c->fd = -1;
+    *tls = c->tls;
+    c->tls = NULL;
     return fd;
 }
 
@@ -593,6 +806,10 @@ static void close_when_done(struct pd_conn *c)
     struct pd_err e;
     if (!c->finishing || c->lingering || c->dying || c->hup || waiting(c) || !dry(c))
         return;
+    if (c->tls && pd_tls_end(c->tls) == 1) {
+        c->blocked = true;
+        return;
+    }
     if (!c->eof && !shutdown(c->fd, SHUT_WR) && !pd_timer_new(c->l, on_linger, c, &c->linger, &e) && !pd_timer_in(c->linger, LINGER_US, &e)) {
         c->lingering = true;
         interest(c);
@@ -618,6 +835,12 @@ static void discard(struct pd_conn *c)
 static void on_ready(void *ctx, unsigned ready)
 {
     struct pd_conn *c = ctx;
+    if (c->opening) {
+        open_on(c);
+        if (c->opening)
+            interest(c);
+        return;
+    }
     if (ready & PD_WRITE) {
         c->blocked = false;
         output(c);
@@ -700,6 +923,8 @@ void pd_conn_drain(struct pd_conn *c)
 bool pd_conn_is_json(const struct pd_conn *c) { return pd_rstream_is_json(c->in); }
 bool pd_conn_ended(const struct pd_conn *c) { return c->ended; }
 bool pd_conn_open(const struct pd_conn *c) { return !c->dying && !c->hup && !c->finishing; }
+bool pd_conn_opening(const struct pd_conn *c) { return c->opening; }
+bool pd_conn_is_tcp(const struct pd_conn *c) { return c->tcp; }
 int pd_conn_pid(const struct pd_conn *c) { return c->pid; }
 int64_t pd_conn_since(const struct pd_conn *c) { return c->since; }
 uint32_t pd_conn_owed(const struct pd_conn *c) { return c->owed; }

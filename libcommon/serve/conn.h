@@ -1,4 +1,4 @@
-/* A connection of a daemon: a non-blocking Unix socket whose bytes become records, and whose records become bytes, on the loop's thread.
+/* A connection of a daemon: a non-blocking socket (Unix, TCP, TCP with TLS) whose bytes become records, and whose records become bytes, on the loop's thread.
  *
  * Reading: the first byte tells msgpack from JSON Lines (wire/stream), and what is put goes out in the same form. Descriptors that the peer sends wait in
  * a queue.
@@ -9,18 +9,23 @@
  * Ends: the end of the peer's writing is `ended`: no more requests, while answers still go out; the connection closes by itself once none is owed
  * (pd_conn_owe). The peer is gone when a write fails or the socket reports a hang-up or reset; records that it sent before are still given out, unless the
  * reading is held. `gone` is the last callback, comes once, never from inside a pd_conn function, and the connection is freed after it.
+ *
+ * Over TCP a killed peer looks like one that ended its writing, until something is written to it; TLS tells the two apart. A connection over TCP opens in the
+ * background: what is put waits, nothing is read, and it is gone (PD_ENOWORKER; after a bad handshake PD_EFAIL) when it has not come to stand in five seconds.
  */
 #ifndef PD_SERVE_CONN_H
 #define PD_SERVE_CONN_H
 #include "../base/loop.h"
 #include "../base/metrics.h"
 #include "../wire/stream.h"
+#include "../wire/tls.h"
 
 struct iovec;
 struct pd_conn;
 struct pd_conn_cb {     /* any may be NULL */
     int (*opened)(void *ctx, struct pd_conn *c, struct pd_err *e);              /* before the first record; < 0: refused with it, and no `gone` follows */
     void (*record)(void *ctx, struct pd_conn *c, const struct pd_rec *rec);     /* valid during the call */
+    void (*stands)(void *ctx, struct pd_conn *c);                               /* dialled, and it stands now: only when pd_conn_dial left it opening */
     void (*bad)(void *ctx, struct pd_conn *c, const struct pd_err *why);        /* a line that is no record, to be skipped. NULL: an `error` record is put */
     void (*ended)(void *ctx, struct pd_conn *c);
     void (*room)(void *ctx, struct pd_conn *c);                                 /* it was full, and is no longer */
@@ -45,13 +50,15 @@ struct pd_conn_opts {
     const char *name;           /* for messages: "unix:D0" */
     struct pd_conns *set;       /* or NULL */
     const struct pd_conn_meter *meter;
+    const struct pd_net *net;   /* TCP: keys, and who may be talked to; or NULL */
 };
 /* Owns fd from here on (closed on failure too), a connected socket. ctx goes to every callback. *o: its pointers live as long as the connection. */
 int pd_conn_new(struct pd_loop *l, int fd, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out, struct pd_err *e);
-/* The same to a Unix socket that somebody listens on, which must run as we do or as root. Never blocks: PD_ENOWORKER when nobody is there or its queue is
- * full; try again by a timer. */
-int pd_conn_dial(struct pd_loop *l, const char *path, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
+/* The same to where somebody listens. "unix:PATH": it must run as we do or as root. "tcp:HOST:PORT": the connection is left opening; a HOST that is a name is
+ * asked of the resolver, which may take its time. PD_ENOWORKER when nobody is there or its queue is full; try again by a timer. */
+int pd_conn_dial(struct pd_loop *l, const char *at, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
                  struct pd_err *e);
+int pd_conn_can_dial(const char *at, struct pd_err *e);         /* PD_EUSAGE: it is no such address, or too long for a socket. Nobody is asked */
 /* Another handler from here on (dispatch); calls its `opened`. */
 void pd_conn_handle(struct pd_conn *c, const struct pd_conn_cb *cb, void *ctx);
 void pd_conn_set(struct pd_conn *c, void *user);
@@ -73,9 +80,9 @@ void pd_conn_owe(struct pd_conn *c, int n);
 void pd_conn_hold(struct pd_conn *c);           /* read no more, until each hold is taken back: what its records feed is full */
 void pd_conn_unhold(struct pd_conn *c);
 int pd_conn_take_fd(struct pd_conn *c);         /* the oldest that came with records up to now, or -1 */
-/* The socket as it is, with no byte read past the record in hand: only from the `record` callback of the first record, or of `opened` before it, of a
+/* The socket as it is (and what seals it: *tls, NULL on a plain one), with no byte read past the record in hand: only from the `record` callback of the first record, or of `opened` before it, of a
  * connection that the dispatcher made, and in msgpack. The connection is freed without `gone`. < 0: not possible any more. */
-int pd_conn_detach(struct pd_conn *c, struct pd_err *e);
+int pd_conn_detach(struct pd_conn *c, struct pd_tls **tls, struct pd_err *e);
 
 /* ---- ends ---- */
 void pd_conn_end_input(struct pd_conn *c);      /* as if the peer had ended its writing */
@@ -88,6 +95,8 @@ void pd_conn_free(struct pd_conn *c);           /* at the end of the program, fr
 bool pd_conn_is_json(const struct pd_conn *c);
 bool pd_conn_ended(const struct pd_conn *c);    /* no more records will come */
 bool pd_conn_open(const struct pd_conn *c);     /* what is put can still reach the peer */
+bool pd_conn_opening(const struct pd_conn *c);  /* it does not stand yet */
+bool pd_conn_is_tcp(const struct pd_conn *c);
 int pd_conn_pid(const struct pd_conn *c);       /* of the peer when it connected; 0: unknown */
 int64_t pd_conn_since(const struct pd_conn *c); /* mono us */
 uint32_t pd_conn_owed(const struct pd_conn *c);

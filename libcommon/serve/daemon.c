@@ -11,6 +11,7 @@
 #include "../base/log.h"
 #include "../base/opt.h"
 #include "../base/stop.h"
+#include "../wire/endpoint.h"
 #include "../wire/pack.h"
 #include "../wire/unix.h"
 #include "../wire/value.h"
@@ -33,6 +34,7 @@ struct pd_daemon {
     int n_listener;
     struct pd_http *http;
     struct pd_timer *beat;
+    char at[4200];                      /* for others to dial */
     struct pd_post check;
     bool checking, stopped;
     enum pd_daemon_state state;
@@ -44,7 +46,8 @@ struct pd_daemon {
 
 struct pd_daemon_cli pd_daemon_cli;
 struct poptOption pd_daemon_options[] = {
-    { "listen", '\0', POPT_ARG_ARGV, &pd_daemon_cli.listen, 0, "be a daemon on this socket: unix:PATH; may be repeated", "ENDPOINT" },
+    { "listen", '\0', POPT_ARG_ARGV, &pd_daemon_cli.listen, 0, "be a daemon on this socket: unix:PATH, tcp-listen:[HOST]:PORT; may be repeated", "ENDPOINT" },
+    { "advertise", '\0', POPT_ARG_STRING, &pd_daemon_cli.advertise, 0, "how others reach this daemon, where that is not its first --listen: tcp:HOST:PORT, unix:PATH", "ENDPOINT" },
     { "metrics", '\0', POPT_ARG_STRING, &pd_daemon_cli.metrics, 0, "answer GET /metrics and /healthz: http:127.0.0.1:PORT or unix:PATH", "ENDPOINT" },
     { "ready-fd", '\0', POPT_ARG_STRING, &pd_daemon_cli.ready_fd, 0, "write READY=1 to this descriptor when ready, STOPPING=1 at the end", "N" },
     { "max-connections", '\0', POPT_ARG_STRING, &pd_daemon_cli.max_conns, 0, "connections served at once (default 4096)", "N" },
@@ -57,6 +60,11 @@ int pd_daemon_from_cli(struct pd_daemon_opts *o, struct pd_err *e)
     int64_t v;
     o->listen = (const char *const *)c->listen;
     o->metrics = c->metrics;
+    o->advertise = c->advertise;
+    const struct pd_net *net = pd_net_cli(e);
+    if (!net)
+        return e->code;
+    o->net = *net;
     o->insecure = pd_cli.insecure;
     o->ready_fd = -1;
     if (c->ready_fd) {
@@ -79,8 +87,19 @@ int pd_daemon_address(const char *s, char *out, size_t cap, struct pd_err *e)
     char here[4096];
     struct sockaddr_un a;
     int n;
+    const char *where = !strncmp(s, "tcp-listen:", 11) ? s + 11 : !strncmp(s, "tcp:", 4) ? s + 4 : NULL;
+    if (where) {
+        char name[300], reached[PD_TCP_NAME];
+        if ((n = pd_tcp_check(where, s[3] == '-', e)) < 0)
+            return n;
+        snprintf(name, sizeof name, *where == ':' ? "0.0.0.0%s" : "%s", where);
+        if (strlen(name) < sizeof reached)
+            pd_tcp_reachable(name, reached);
+        n = snprintf(out, cap, "tcp:%s", strlen(name) < sizeof reached ? reached : name);
+        return n < 0 || (size_t)n >= cap ? pd_fail(e, PD_EUSAGE, "%s: the host's name is too long", s) : 0;
+    }
     if (strncmp(s, "unix:", 5) || !s[5])
-        return pd_fail(e, PD_EUSAGE, "'%s' is no endpoint of a daemon (example: unix:/run/pd/d0)", s);
+        return pd_fail(e, PD_EUSAGE, "'%s' is no endpoint of a daemon (examples: unix:/run/pd/d0, tcp:hostB:7000)", s);
     if (s[5] == '/')
         n = snprintf(out, cap, "%s", s);
     else if (!getcwd(here, sizeof here))
@@ -98,6 +117,7 @@ static const char *const state_name[] = { "starting", "ready", "draining", "gone
 const char *pd_daemon_state_name(enum pd_daemon_state s) { return state_name[s]; }
 enum pd_daemon_state pd_daemon_state(const struct pd_daemon *d) { return d->state; }
 const struct pd_daemon_opts *pd_daemon_get_opts(const struct pd_daemon *d) { return &d->o; }
+const char *pd_daemon_at(const struct pd_daemon *d) { return d->at; }
 struct pd_conns *pd_daemon_conns(struct pd_daemon *d) { return &d->conns; }
 struct pd_loop *pd_daemon_loop(struct pd_daemon *d) { return d->l; }
 struct pd_metrics *pd_daemon_metrics(struct pd_daemon *d) { return d->m; }
@@ -203,7 +223,7 @@ int pd_daemon_ready(struct pd_daemon *d, struct pd_err *e)
         return 0;
     enter(d, PD_READY);
     for (int i = 0; d->o.listen[i] && n < sizeof where; i++)
-        n += (size_t)snprintf(where + n, sizeof where - n, "%s%s", i ? " " : "", d->o.listen[i]);
+        n += (size_t)snprintf(where + n, sizeof where - n, "%s%s", i ? " " : "", pd_listener_name(d->listener[i]));
     if (d->http && n < sizeof where)
         snprintf(where + n, sizeof where - n, "; metrics %s", pd_http_where(d->http));
     pd_warn("ready: %s", where);
@@ -393,7 +413,7 @@ static bool healthy(void *ctx, const char **say)
 static int listen_all(struct pd_daemon *d, struct pd_err *e)
 {
     struct pd_listener_opts lo = { .max_conns = d->o.max_conns, .dispatch = &d->dispatch, .accepted = d->accepted, .refused = d->refused, .paused = d->paused,
-        .conn = { .max_record = d->o.max_record, .max_fds = d->o.max_fds, .set = &d->conns, .meter = &d->meter } };
+        .conn = { .max_record = d->o.max_record, .max_fds = d->o.max_fds, .set = &d->conns, .meter = &d->meter, .net = &d->o.net } };
     int n = 0;
     while (d->o.listen && d->o.listen[n])
         n++;
@@ -402,15 +422,15 @@ static int listen_all(struct pd_daemon *d, struct pd_err *e)
     if (!(d->listener = pd_calloc((size_t)n, sizeof *d->listener, "listening sockets", e)))
         return PD_ENOMEM;
     for (; d->n_listener < n; d->n_listener++) {
-        const char *s = d->o.listen[d->n_listener];
-        if (strncmp(s, "unix:", 5) || !s[5])
-            return pd_fail(e, PD_EUSAGE, "--listen: '%s' is no endpoint to listen on (example: --listen unix:/run/pd/d0)", s);
-        lo.path = s + 5;
+        lo.at = d->o.listen[d->n_listener];
         int rc = pd_listener_new(d->l, &lo, &d->listener[d->n_listener], e);
         if (rc < 0)
             return pd_err_prefix(e, "--listen"), rc;
     }
-    return 0;
+    int rc = pd_daemon_address(d->o.advertise ? d->o.advertise : pd_listener_name(d->listener[0]), d->at, sizeof d->at, e);
+    if (rc < 0)
+        d->at[0] = 0;
+    return rc < 0 && d->o.advertise ? (pd_err_prefix(e, "--advertise"), rc) : 0;
 }
 
 int pd_daemon_new(const struct pd_daemon_opts *o, const struct pd_daemon_hooks *hooks, struct pd_daemon **out, struct pd_err *e)

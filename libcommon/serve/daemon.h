@@ -48,7 +48,9 @@ int pd_cancel_may(struct pd_bin token, const uint8_t own[16], bool has, const ch
 
 struct pd_daemon_opts {
     const char *role, *worker;          /* "decode", "decode@host:pid": for status, metrics, /healthz */
-    const char *const *listen;          /* endpoints "unix:PATH", NULL-ended; at least one */
+    const char *const *listen;          /* endpoints "unix:PATH", "tcp-listen:[HOST]:PORT", NULL-ended; at least one */
+    const char *advertise;              /* how others reach it, where that is not the first of them; or NULL */
+    struct pd_net net;                  /* keys of TCP, and who may be talked to */
     const char *metrics;                /* NULL: none. "http:127.0.0.1:9100" (port 0: any; it is told), "unix:PATH" */
     bool insecure;                      /* metrics may be asked for from other machines */
     int ready_fd;                       /* < 0: none. Owned: closed at the end */
@@ -59,16 +61,19 @@ struct pd_daemon_opts {
     int max_fds;                        /* descriptors that a peer may send ahead; 0: none */
 };
 
-/* --listen --metrics --ready-fd --max-connections, for an option table. */
-struct pd_daemon_cli { char **listen; char *metrics, *ready_fd, *max_conns; };
+/* --listen --advertise --metrics --ready-fd --max-connections, for an option table. */
+struct pd_daemon_cli { char **listen; char *advertise, *metrics, *ready_fd, *max_conns; };
 extern struct pd_daemon_cli pd_daemon_cli;
 extern struct poptOption pd_daemon_options[];
 #define PD_DAEMON_OPTIONS { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_daemon_options, 0, "As a daemon:", NULL }
 int pd_daemon_from_cli(struct pd_daemon_opts *o, struct pd_err *e);     /* fills what the options say; PD_EUSAGE names the option */
 
 struct pd_daemon;
-/* "unix:PATH" with PATH made absolute, for others to dial; PD_EUSAGE: it is no such endpoint, or too long for a socket. */
-int pd_daemon_address(const char *listen, char *out, size_t cap, struct pd_err *e);
+/* For others to dial, of an endpoint to listen on or to dial: "unix:PATH" with PATH made absolute, "tcp:HOST:PORT". PD_EUSAGE: it is
+ * neither, or too long for a socket. */
+int pd_daemon_address(const char *at, char *out, size_t cap, struct pd_err *e);
+const char *pd_daemon_at(const struct pd_daemon *d);    /* the same of this daemon: what it advertises, else its first socket, with the port that was chosen; "": it has
+ * none that others could dial */
 /* Raises the soft limit of open files to the hard one. hooks is copied. The sockets exist after this; PD_EUSAGE: a path that cannot be, or another daemon is
  * there. */
 int pd_daemon_new(const struct pd_daemon_opts *o, const struct pd_daemon_hooks *hooks, struct pd_daemon **out, struct pd_err *e);

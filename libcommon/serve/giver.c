@@ -15,7 +15,7 @@ enum { REACH_US = 2000000 /* to reach a decode worker */, AGAIN_US = 20000, AGAI
 struct peer {
     struct giver *g;
     struct peer *next;
-    char at[128];               /* "unix:PATH" */
+    char at[300];               /* "unix:PATH", "tcp:HOST:PORT" */
     struct pd_link *link;       /* NULL: not connected */
     bool open;                  /* hellos agree */
     struct pd_timer *again;
@@ -534,7 +534,7 @@ static void reach(struct peer *p)
     if (p->link)
         return;
     pd_timer_stop(p->again);
-    if (pd_links_dial(&p->g->links, p->at + 5, p, &p->link, &e) < 0) {
+    if (pd_links_dial(&p->g->links, p->at, p, &p->link, &e) < 0) {
         p->link = NULL;
         failed_to_reach(p, &e);
     }
@@ -544,8 +544,8 @@ static void on_again(void *ctx) { reach(ctx); }
 
 static int peer_of(struct giver *g, struct pd_str at, struct peer **out, struct pd_err *e)
 {
-    if (at.n <= 5 || memcmp(at.p, "unix:", 5) || at.n >= sizeof ((struct peer *)0)->at)
-        return pd_fail(e, PD_EFAIL, "route: d is at '%.*s', where KV cannot be given (an address is unix:PATH)", (int)(at.n < 60 ? at.n : 60), at.p);
+    if (at.n <= 5 || (memcmp(at.p, "unix:", 5) && memcmp(at.p, "tcp:", 4)) || at.n >= sizeof ((struct peer *)0)->at)
+        return pd_fail(e, PD_EFAIL, "route: d is at '%.*s', where KV cannot be given (an address is unix:PATH or tcp:HOST:PORT)", (int)(at.n < 60 ? at.n : 60), at.p);
     for (struct peer *p = g->peers; p; p = p->next)
         if (pd_str_eq(at, p->at)) {
             *out = p;
@@ -936,7 +936,7 @@ int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct 
     rc = rc ? rc : pd_daemon_new(dopts, &hooks, &g->d, e);
     if (rc < 0)
         goto out;
-    g->links.o = (struct pd_links_opts){ .l = pd_daemon_loop(g->d), .max_record = dopts->max_record, .event = on_link_event, .ctx = g,
+    g->links.o = (struct pd_links_opts){ .l = pd_daemon_loop(g->d), .max_record = dopts->max_record, .net = &pd_daemon_get_opts(g->d)->net, .event = on_link_event, .ctx = g,
         .xfer = { .giving = true, .via = o->via, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch, .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .pool = rt->pool,
                   .leases = g->leases, .accept_us = ACCEPT_US } };
     pd_desk_on(g->desk, g->d);

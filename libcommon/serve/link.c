@@ -18,7 +18,7 @@ struct pd_link {
     struct pd_conn *c;                  /* NULL: gone */
     struct pd_xfer *x;
     void *user;
-    char path[sizeof ((struct sockaddr_un *)0)->sun_path];      /* of one that was dialled */
+    char at[300];                       /* of one that was dialled */
     int raw;                            /* the socket of descriptors, or -1 */
     struct pd_watch *w_raw, *w_done;    /* w_done: completions of rdma */
     bool raw_wanted, raw_dead;          /* giving: it is to be dialled; it cannot be */
@@ -122,16 +122,16 @@ static int dial_raw(struct pd_link *k, struct pd_err *e)
     struct pd_hello h = { .has_attach = true };
     struct sockaddr_un a;
     struct pd_buf b = { 0 };
-    int rc = pd_unix_address(k->path, &a, e), fd = -1;
+    int rc = pd_unix_address(k->at + strlen("unix:"), &a, e), fd = -1;
     memcpy(h.attach, pd_xfer_conn(k->x, true), sizeof h.attach);
     rc = rc ? rc : pd_hello_encode(&h, &b, e);
     if (!rc && (fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)) < 0)
         rc = pd_fail_sys(e, "a socket");
     if (!rc && connect(fd, (struct sockaddr *)&a, sizeof a))
-        rc = errno == EAGAIN || errno == EINTR ? 1 : pd_fail_sys(e, "%s: cannot connect", k->path);
-    rc = rc ? rc : pd_unix_check_peer(fd, k->path, e);
+        rc = errno == EAGAIN || errno == EINTR ? 1 : pd_fail_sys(e, "%s: cannot connect", k->at);
+    rc = rc ? rc : pd_unix_check_peer(fd, k->at, e);
     if (!rc && send(fd, b.p, b.n, MSG_NOSIGNAL) != (ssize_t)b.n)
-        rc = pd_fail_sys(e, "%s: cannot write", k->path);
+        rc = pd_fail_sys(e, "%s: cannot write", k->at);
     pd_buf_free(&b);
     if (rc && fd >= 0)
         close(fd);
@@ -259,9 +259,9 @@ static int make(struct pd_links *s, struct pd_conn *c, struct pd_link **out, str
     k->c = c;
     k->raw = -1;
     struct pd_xfer_opts xo = s->o.xfer;
-    xo.unix_socket = true;
+    xo.unix_socket = !pd_conn_is_tcp(c);
     xo.peer_pid = pd_conn_pid(c);
-    xo.peer_start = pd_proc_start(pd_conn_pid(c));
+    xo.peer_start = pd_conn_pid(c) ? pd_proc_start(pd_conn_pid(c)) : 0;
     int rc = pd_xfer_new(&xo, pd_mono_us(), &k->x, e);
     rc = rc ? rc : pd_timer_new(s->o.l, on_tick, k, &k->t_tick, e);
     rc = rc ? rc : pd_timer_new(s->o.l, on_work, k, &k->t_work, e);
@@ -296,7 +296,8 @@ static int attach(struct pd_links *s, struct pd_conn *c, const struct pd_rec *re
         k = k->next;
     if (!k)
         return pd_fail(e, PD_ECORRUPT, "hello: `attach` names no connection of this process that waits for descriptors");
-    int fd = pd_conn_detach(c, e);
+    struct pd_tls *tls = NULL;
+    int fd = pd_conn_detach(c, &tls, e);
     if (fd < 0)
         return fd;
     if (take_raw(k, fd, e) < 0)
@@ -358,13 +359,13 @@ static void leave_be(void *ctx, struct pd_conn *c) { (void)ctx; (void)c; }      
 
 const struct pd_conn_cb pd_links_cb = { .record = on_record, .ended = on_ended, .pull = on_pull, .pulled = on_pulled, .drain = leave_be, .gone = on_gone };
 
-int pd_links_dial(struct pd_links *s, const char *path, void *user, struct pd_link **out, struct pd_err *e)
+int pd_links_dial(struct pd_links *s, const char *at, void *user, struct pd_link **out, struct pd_err *e)
 {
-    struct pd_conn_opts co = { .max_record = s->o.max_record, .name = "a decode worker", .meter = s->o.meter };
+    struct pd_conn_opts co = { .max_record = s->o.max_record, .name = "a decode worker", .meter = s->o.meter, .net = s->o.net };
     struct pd_conn *c;
-    if (strlen(path) >= sizeof ((struct pd_link *)0)->path)
-        return pd_fail(e, PD_EFAIL, "unix:%.60s...: the path of a socket has at most %zu bytes", path, sizeof ((struct pd_link *)0)->path - 1);
-    int rc = pd_conn_dial(s->o.l, path, &co, &pd_links_cb, s, &c, e);
+    if (strlen(at) >= sizeof ((struct pd_link *)0)->at)
+        return pd_fail(e, PD_EFAIL, "%.60s...: an address has at most %zu bytes", at, sizeof ((struct pd_link *)0)->at - 1);
+    int rc = pd_conn_dial(s->o.l, at, &co, &pd_links_cb, s, &c, e);
     if (rc < 0)
         return rc;
     if ((rc = make(s, c, out, e)) < 0) {
@@ -372,7 +373,7 @@ int pd_links_dial(struct pd_links *s, const char *path, void *user, struct pd_li
         return rc;
     }
     (*out)->user = user;
-    snprintf((*out)->path, sizeof (*out)->path, "%s", path);
+    snprintf((*out)->at, sizeof (*out)->at, "%s", at);
     pd_conn_want(c);
     return 0;
 }

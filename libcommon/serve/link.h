@@ -18,6 +18,7 @@ struct pd_links_opts {
     struct pd_xfer_opts xfer;           /* of each; the peer's process is filled in here */
     size_t max_record;                  /* 0: 16 MiB */
     const struct pd_conn_meter *meter;
+    const struct pd_net *net;           /* of TCP; or NULL */
     /* The last one is PD_XE_CLOSED; the link is gone some time after it. */
     void (*event)(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev);
     void *ctx;
@@ -25,8 +26,9 @@ struct pd_links_opts {
 struct pd_links { struct pd_links_opts o; struct pd_link *first; uint32_t n; };         /* set o, zero the rest */
 extern const struct pd_conn_cb pd_links_cb;     /* ctx: a struct pd_links */
 
-/* PD_ENOWORKER: nobody is there; try again by a timer. path: without "unix:". */
-int pd_links_dial(struct pd_links *s, const char *path, void *user, struct pd_link **out, struct pd_err *e);
+/* PD_ENOWORKER: nobody is there; try again by a timer. at: "unix:PATH", "tcp:HOST:PORT" (it opens in the background, and may
+ * close before it is ready). */
+int pd_links_dial(struct pd_links *s, const char *at, void *user, struct pd_link **out, struct pd_err *e);
 void pd_links_close(struct pd_links *s);        /* each one that has nothing on its way; the others when they have not */
 void pd_links_soon(struct pd_links *s);         /* leases have ended: what that brought is told */
 void pd_links_free(struct pd_links *s);         /* from outside the loop, without events */

@@ -6,6 +6,7 @@
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../wire/json.h"
+#include "../wire/tcp.h"
 #include "../wire/unix.h"
 #include "listener.h"
 
@@ -14,7 +15,8 @@ enum { BACKLOG = 1024, MAX_CONNS = 4096, A_TURN = 64, PAUSE_US = 100000, QUIET_U
 struct pd_listener {
     struct pd_loop *l;
     struct pd_listener_opts o;
-    char *path, *name;
+    char *path;                 /* NULL: TCP */
+    char *name;
     struct pd_unix_name made;
     int fd;
     struct pd_watch *w;
@@ -24,9 +26,13 @@ struct pd_listener {
 };
 
 /* A peer that cannot be served hears why, as text: every reader of records takes a line of JSON. */
-static void turn_away(int fd, const struct pd_err *why)
+static void turn_away(int fd, bool sealed, const struct pd_err *why)
 {
     struct pd_buf b = { 0 }, text = { 0 };
+    if (sealed) {       /* it would not take text */
+        close(fd);
+        return;
+    }
     struct pd_error_rec r = { .code = pd_exit_status(why->code), .message = { why->msg, strlen(why->msg) } };
     snprintf(r.class_, sizeof r.class_, "%s", pd_code_name(why->code));
     snprintf(r.action, sizeof r.action, "retry");
@@ -90,7 +96,7 @@ static void on_ready(void *ctx, unsigned ready)
             pause_accepting(s, errno);
             return;
         }
-        if (pd_unix_check_peer(fd, s->name, &e) < 0) {
+        if (s->path && pd_unix_check_peer(fd, s->name, &e) < 0) {
             pd_warn("%s", e.msg);
             pd_metric_add(s->o.refused, 1);
             close(fd);
@@ -102,7 +108,7 @@ static void on_ready(void *ctx, unsigned ready)
                 pd_warn("%s", e.msg);
             s->told_full = pd_mono_us();
             pd_metric_add(s->o.refused, 1);
-            turn_away(fd, &e);
+            turn_away(fd, !s->path && s->o.conn.net && s->o.conn.net->keys, &e);
             continue;
         }
         if (pd_conn_new(s->l, fd, &s->o.conn, &pd_dispatch_cb, s->o.dispatch, &c, &e) < 0) {
@@ -126,13 +132,22 @@ int pd_listener_new(struct pd_loop *l, const struct pd_listener_opts *o, struct 
     s->fd = -1;
     if (!s->o.max_conns)
         s->o.max_conns = MAX_CONNS;
-    size_t n = strlen(o->path);
-    if (!(s->path = pd_strndup(o->path, n, e)) || !(s->name = pd_calloc(n + 6, 1, "a name", e)))
+    const char *where = !strncmp(o->at, "tcp-listen:", 11) ? o->at + 11 : !strncmp(o->at, "tcp:", 4) ? o->at + 4 : NULL;
+    if (where) {
+        char told[PD_TCP_NAME];
+        if ((rc = pd_tcp_listen(where, BACKLOG, o->conn.net, &s->fd, told, e)) < 0)
+            goto out;
+        rc = PD_ENOMEM;
+        if (!(s->name = pd_calloc(sizeof told + 4, 1, "a name", e)))
+            goto out;
+        snprintf(s->name, sizeof told + 4, "tcp:%s", told);
+    } else if (strncmp(o->at, "unix:", 5) || !o->at[5]) {
+        rc = pd_fail(e, PD_EUSAGE, "'%s' is no endpoint to listen on (examples: unix:/run/pd/d0, tcp-listen:127.0.0.1:7000)", o->at);
         goto out;
-    snprintf(s->name, n + 6, "unix:%s", o->path);
+    } else if (!(s->path = pd_strndup(o->at + 5, strlen(o->at + 5), e)) || !(s->name = pd_strndup(o->at, strlen(o->at), e)) ||
+               (rc = pd_unix_listen(s->path, BACKLOG, &s->fd, &s->made, e)) < 0)
+        goto out;
     s->o.conn.name = s->name;
-    if ((rc = pd_unix_listen(s->path, BACKLOG, &s->fd, &s->made, e)) < 0)
-        goto out;
     if (fcntl(s->fd, F_SETFL, O_NONBLOCK)) {
         rc = pd_fail_sys(e, "%s: cannot listen", s->name);
         goto out;
@@ -148,6 +163,7 @@ out:
     return rc;
 }
 
+const char *pd_listener_name(const struct pd_listener *s) { return s->name; }
 bool pd_listener_paused(const struct pd_listener *s) { return s->paused; }
 
 void pd_listener_free(struct pd_listener *s)
@@ -157,7 +173,8 @@ void pd_listener_free(struct pd_listener *s)
     pd_watch_free(s->w);
     pd_timer_free(s->again);
     if (s->fd >= 0) {
-        pd_unix_unlink(s->path, &s->made);
+        if (s->path)
+            pd_unix_unlink(s->path, &s->made);
         close(s->fd);
     }
     pd_free(s->path);

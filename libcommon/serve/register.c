@@ -3,7 +3,6 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <sys/random.h>
-#include <sys/un.h>
 #include <unistd.h>
 #include "../base/cli.h"
 #include "../base/clock.h"
@@ -11,7 +10,6 @@
 #include "../base/proc.h"
 #include "../kv/handover.h"
 #include "../wire/endpoint.h"
-#include "../wire/unix.h"
 #include "../wire/value.h"
 #include "../xfer/proto.h"
 #include "register.h"
@@ -26,14 +24,13 @@ struct poptOption pd_register_options[] = {
 };
 
 struct follower { struct pd_conn *c; bool events; struct pd_kvcursor at; struct follower *next, **prev; };
-struct router { struct pd_register *r; const char *path; struct pd_conn_opts opts; struct pd_conn *c; struct pd_timer *again; int64_t wait_us; bool told, refused; };     /* told: that it is away; refused: what it says */
+struct router { struct pd_register *r; const char *path; struct pd_conn_opts opts; struct pd_conn *c; struct pd_timer *again; int64_t wait_us; bool stood, told, refused; };     /* told: that it is away; refused: what it says */
 
 struct pd_register {
     struct pd_daemon *d;
     struct pd_register_opts o;
     struct pd_worker_rec rec;           /* what does not change, and the counters */
     struct pd_str via[MOST_VIA];
-    char address[4200];
     struct follower *followers;
     struct router router[MOST_ROUTERS];
     int n_routers;
@@ -147,7 +144,7 @@ void pd_register_beat(struct pd_register *r)
         put(r, f->c);
     }
     for (int i = 0; i < r->n_routers; i++)
-        if (r->router[i].c)
+        if (r->router[i].stood)
             put(r, r->router[i].c);
 }
 
@@ -261,7 +258,7 @@ static void dial_later(struct router *t)
         wait += (int64_t)(x % (uint32_t)(t->wait_us / 5));
     t->wait_us = t->wait_us * 2 < LAST_US ? t->wait_us * 2 : LAST_US;
     if (pd_timer_in(t->again, wait, &e) < 0)
-        pd_error("--register unix:%s: no more is tried: %s", t->path, e.msg);
+        pd_error("--register %s: no more is tried: %s", t->path, e.msg);
 }
 
 static void on_router_record(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
@@ -272,26 +269,44 @@ static void on_router_record(void *ctx, struct pd_conn *c, const struct pd_rec *
     struct pd_err e;
     (void)c;
     if (rec->kind == PD_K_ERROR && !t->refused && (t->refused = pd_error_decode(rec->p, rec->n, &a, &er, &e) == 0))
-        pd_warn("--register unix:%s: the router says: %.*s", t->path, (int)(er.message.n < 400 ? er.message.n : 400), er.message.p);
+        pd_warn("--register %s: the router says: %.*s", t->path, (int)(er.message.n < 400 ? er.message.n : 400), er.message.p);
     pd_arena_free(&a);
 }
 
 static void on_router_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
 {
     struct router *t = ctx;
-    if (pd_mono_us() - pd_conn_since(c) > GOOD_US) {
+    bool stood = t->stood;
+    t->stood = false;
+    if (stood && pd_mono_us() - pd_conn_since(c) > GOOD_US) {
         t->wait_us = FIRST_US;
         t->refused = false;
     }
     t->c = NULL;
     if (!t->told && !t->refused)
-        pd_warn("--register unix:%s: the router is gone (%s); it is dialled until it is back", t->path, why ? why->msg : "closed");
+        pd_warn(stood ? "--register %s: the router is gone (%s); it is dialled until it is back" : "--register %s: %s; it is dialled until it is there", t->path,
+                why ? why->msg : "closed");
     t->told = true;
     dial_later(t);
 }
 
+static void on_router_stands(void *ctx, struct pd_conn *c)
+{
+    struct router *t = ctx;
+    struct pd_err e;
+    t->stood = true;
+    if (t->told && !t->refused) {
+        pd_warn("--register %s: the router is there", t->path);
+        t->told = false;
+    }
+    if (make(t->r, &e) < 0)
+        pd_conn_close(c, &e);
+    else
+        put(t->r, c);
+}
+
 /* Not even a half-closed router is left by itself. */
-static const struct pd_conn_cb router_cb = { .record = on_router_record, .drain = leave_be, .gone = on_router_gone, .looks_on = true };
+static const struct pd_conn_cb router_cb = { .stands = on_router_stands, .record = on_router_record, .drain = leave_be, .gone = on_router_gone, .looks_on = true };
 
 static void dial(void *ctx)
 {
@@ -305,21 +320,15 @@ static void dial(void *ctx)
         dial_later(t);
         return;
     }
-    if (t->told && !t->refused) {
-        pd_warn("--register unix:%s: the router is there", t->path);
-        t->told = false;
-    }
-    if (make(t->r, &e) < 0)
-        pd_conn_close(t->c, &e);
-    else
-        put(t->r, t->c);
+    if (!pd_conn_opening(t->c))
+        on_router_stands(t, t->c);
 }
 
 uint32_t pd_register_routers(const struct pd_register *r)
 {
     uint32_t n = 0;
     for (int i = 0; i < r->n_routers; i++)
-        n += r->router[i].c != NULL;
+        n += r->router[i].stood;
     return n;
 }
 
@@ -328,20 +337,22 @@ int pd_register_new(struct pd_daemon *d, const struct pd_register_opts *o, struc
     struct pd_register *r = pd_calloc(1, sizeof *r, "a registration", e);
     const struct pd_daemon_opts *dopts = pd_daemon_get_opts(d);
     uint8_t gen[PD_GEN_LEN];
+    char address[4200];
     int rc;
     if (!r)
         return PD_ENOMEM;
     r->d = d;
     r->o = *o;
     fill(o, r->via, &r->rec);
-    r->rec.listen = str(r->address);
+    r->rec.listen = str(pd_daemon_at(d));
     r->rec.pid = (uint32_t)getpid();
     r->rec.beat_us = dopts->beat_us;
-    if ((rc = pd_daemon_address(dopts->listen[0], r->address, sizeof r->address, e)) < 0)
+    if (!*pd_daemon_at(d) && (rc = pd_daemon_address(dopts->listen[0], address, sizeof address, e)) < 0)
         pd_err_prefix(e, "--listen");
-    if (rc < 0 || (rc = pd_gen_new(gen, e)) < 0)
+    else
+        rc = pd_gen_new(gen, e);
+    if (rc < 0)
         goto out;
-    r->rec.listen.n = strlen(r->address);
     memcpy(r->rec.life, gen, sizeof r->rec.life);
     r->rec.has_life = true;
     for (; o->routers && o->routers[r->n_routers]; r->n_routers++) {
@@ -351,16 +362,11 @@ int pd_register_new(struct pd_daemon *d, const struct pd_register_opts *o, struc
             rc = pd_fail(e, PD_EUSAGE, "--register: more than %d routers", MOST_ROUTERS);
             goto out;
         }
-        if (strncmp(s, "unix:", 5) || !s[5]) {
-            rc = pd_fail(e, PD_EUSAGE, "--register: '%s' is no endpoint of a router (example: --register unix:/run/pd/route)", s);
-            goto out;
-        }
-        struct sockaddr_un a;
-        if ((rc = pd_unix_address(s + 5, &a, e)) < 0) {
+        if ((rc = pd_conn_can_dial(s, e)) < 0) {
             pd_err_prefix(e, "--register");
             goto out;
         }
-        *t = (struct router){ .r = r, .path = s + 5, .wait_us = FIRST_US, .opts = { .name = s, .set = pd_daemon_conns(d) } };
+        *t = (struct router){ .r = r, .path = s, .wait_us = FIRST_US, .opts = { .name = s, .set = pd_daemon_conns(d), .net = &dopts->net } };
         if ((rc = pd_timer_new(pd_daemon_loop(d), dial, t, &t->again, e)) < 0 || (rc = pd_timer_in(t->again, 0, e)) < 0)
             goto out;
     }

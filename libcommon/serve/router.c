@@ -94,7 +94,7 @@ static int add_worker(struct pd_router *r, const char *at, bool follow, struct p
         pd_free(w);
         return rc;
     }
-    struct pd_upstream_opts uo = { .at = at, .follow = follow, .max_record = r->o.max_record, .cb = &upstream_cb, .ctx = r, .user = w };
+    struct pd_upstream_opts uo = { .at = at, .follow = follow, .net = &pd_daemon_get_opts(r->d)->net, .max_record = r->o.max_record, .cb = &upstream_cb, .ctx = r, .user = w };
     if ((rc = pd_upstream_new(r->l, &uo, &w->u, e)) < 0) {
         pd_registry_remove(&r->reg, w->m);
         pd_free(w);

@@ -1,9 +1,7 @@
 #include <stdio.h>
-#include <sys/un.h>
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../wire/pack.h"
-#include "../wire/unix.h"
 #include "dispatch.h"
 #include "upstream.h"
 
@@ -14,7 +12,7 @@ struct side {                   /* one of the two connections */
     struct pd_conn *c;
     struct pd_timer *again;
     int64_t backoff_us;
-    bool wanted;
+    bool wanted, up;            /* up: it stands, and was told of */
 };
 struct pd_upstream {
     struct pd_loop *l;
@@ -66,8 +64,18 @@ static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
     if (why)
         snprintf(s->u->trouble, sizeof s->u->trouble, "%.190s", why->msg);
     later(s);
-    if (is_req(s))
+    bool was = s->up;
+    s->up = false;
+    if (is_req(s) && was)
         s->u->o.cb->down(s->u->o.ctx, s->u, why);
+}
+
+static void on_stands(void *ctx, struct pd_conn *c)
+{
+    struct side *s = ctx;
+    s->up = true;
+    if (is_req(s))
+        s->u->o.cb->up(s->u->o.ctx, s->u);
 }
 
 static void on_room(void *ctx, struct pd_conn *c)
@@ -77,7 +85,7 @@ static void on_room(void *ctx, struct pd_conn *c)
         s->u->o.cb->room(s->u->o.ctx, s->u);
 }
 
-static const struct pd_conn_cb side_cb = { .record = on_record, .room = on_room, .gone = on_gone };
+static const struct pd_conn_cb side_cb = { .stands = on_stands, .record = on_record, .room = on_room, .gone = on_gone };
 
 static int ask_to_follow(struct pd_conn *c, struct pd_err *e)
 {
@@ -99,11 +107,11 @@ static int ask_to_follow(struct pd_conn *c, struct pd_err *e)
 static void dial(struct side *s)
 {
     struct pd_upstream *u = s->u;
-    struct pd_conn_opts co = { .max_record = u->o.max_record, .asks = true, .name = u->at };
+    struct pd_conn_opts co = { .max_record = u->o.max_record, .asks = true, .name = u->at, .net = u->o.net };
     struct pd_err e = { 0 };
     if (s->c || !s->wanted)
         return;
-    int rc = pd_conn_dial(u->l, u->at + 5, &co, &side_cb, s, &s->c, &e);
+    int rc = pd_conn_dial(u->l, u->at, &co, &side_cb, s, &s->c, &e);
     if (rc == 0 && !is_req(s) && (rc = ask_to_follow(s->c, &e)) < 0)
         pd_conn_close(s->c, &e);
     else if (rc < 0) {
@@ -114,20 +122,18 @@ static void dial(struct side *s)
         if (rc != PD_ENOWORKER && strcmp(was, u->trouble))      /* the same is said once */
             pd_warn("worker %s: %s", u->at, e.msg);
         later(s);
-    } else if (is_req(s))
-        u->o.cb->up(u->o.ctx, u);
+    } else if (!pd_conn_opening(s->c))
+        on_stands(s, s->c);
 }
 
 static void on_again(void *ctx) { dial(ctx); }
 
 int pd_upstream_new(struct pd_loop *l, const struct pd_upstream_opts *o, struct pd_upstream **out, struct pd_err *e)
 {
-    struct sockaddr_un a;
-    int rc = PD_ENOMEM;
-    if (strncmp(o->at, "unix:", 5) || !o->at[5])
-        return pd_fail(e, PD_EUSAGE, "'%s' is no endpoint of a worker (example: unix:/run/pd/d0)", o->at);
-    if (pd_unix_address(o->at + 5, &a, e) < 0)
-        return PD_EUSAGE;
+    int rc = pd_conn_can_dial(o->at, e);
+    if (rc < 0)
+        return rc;
+    rc = PD_ENOMEM;
     struct pd_upstream *u = pd_calloc(1, sizeof *u, "a worker's connections", e);
     if (!u)
         return rc;
@@ -155,7 +161,7 @@ void pd_upstream_want(struct pd_upstream *u, bool wanted)
         pd_error("%s: it will not be dialled: %s", u->at, e.msg);
 }
 
-bool pd_upstream_up(const struct pd_upstream *u) { return u->req.c && pd_conn_open(u->req.c); }
+bool pd_upstream_up(const struct pd_upstream *u) { return u->req.up && pd_conn_open(u->req.c); }
 bool pd_upstream_full(const struct pd_upstream *u) { return u->req.c && pd_conn_full(u->req.c); }
 
 int pd_upstream_put(struct pd_upstream *u, const void *rec, size_t n, struct pd_err *e)

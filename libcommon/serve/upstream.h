@@ -16,7 +16,7 @@ struct pd_upstream_cb {         /* on the loop's thread; none may free the upstr
     void (*room)(void *ctx, struct pd_upstream *u);             /* it was full, and is no longer; may be NULL */
     void (*down)(void *ctx, struct pd_upstream *u, const struct pd_err *why);
 };
-struct pd_upstream_opts { const char *at /* "unix:PATH" */; bool follow; size_t max_record; const struct pd_upstream_cb *cb; void *ctx, *user; };
+struct pd_upstream_opts { const char *at /* "unix:PATH", "tcp:HOST:PORT" */; const struct pd_net *net; bool follow; size_t max_record; const struct pd_upstream_cb *cb; void *ctx, *user; };
 int pd_upstream_new(struct pd_loop *l, const struct pd_upstream_opts *o, struct pd_upstream **out, struct pd_err *e);
 void *pd_upstream_user(const struct pd_upstream *u);
 void pd_upstream_want(struct pd_upstream *u, bool wanted);      /* false: it is not dialled again; what stands stays */

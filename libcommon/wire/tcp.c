@@ -38,6 +38,12 @@ static int split(const char *where, bool listening, char host[256], char port[8]
     return 0;
 }
 
+int pd_tcp_check(const char *where, bool listening, struct pd_err *e)
+{
+    char host[256], port[8];
+    return split(where, listening, host, port, e);
+}
+
 int pd_tcp_resolve(const char *where, bool listening, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e)
 {
     char host[256], port[8];

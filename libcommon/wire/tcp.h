@@ -8,11 +8,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/socket.h>
-#include "../base/err.h"
-struct pd_keys;
-
-/* How sockets are used; NULL in its place: no patience, no keys, loopback only. */
-struct pd_net { int64_t connect_us /* how long an absent peer is waited for */; const struct pd_keys *keys; bool insecure; };
+#include "tls.h"
 
 enum { PD_TCP_ADDRS = 8, PD_TCP_NAME = 80 };
 struct pd_tcp_addr { struct sockaddr_storage a; socklen_t n; };
@@ -20,6 +16,7 @@ struct pd_tcp_addr { struct sockaddr_storage a; socklen_t n; };
 /* The addresses of HOST:PORT, at most PD_TCP_ADDRS, those of names as the resolver orders them: a name may block for as long as it takes, an address never does. PD_EUSAGE: it
  * is none; PD_ENOWORKER: the name is not known now. */
 int pd_tcp_resolve(const char *where, bool listening, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e);
+int pd_tcp_check(const char *where, bool listening, struct pd_err *e);  /* PD_EUSAGE: it is no HOST:PORT. Nobody is asked */
 bool pd_tcp_is_loopback(const struct pd_tcp_addr *a);
 /* PD_EUSAGE, naming --key-file and --insecure, when records would leave this host in the clear. */
 int pd_tcp_may(const struct pd_tcp_addr *a, int n, const struct pd_net *net, const char *where, struct pd_err *e);

@@ -172,6 +172,8 @@ static int on_read(BIO *b, char *p, int n)
         t->saw_first = true;
         t->not_tls = p[0] < 20 || p[0] > 23;    /* a kind of record of TLS */
     }
+    if (t->not_tls)
+        return -1;              /* at once: it may wait for an answer after less than a record's head */
     if (k < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
         BIO_set_retry_read(b);
     else if (k < 0)
@@ -355,7 +357,8 @@ static void explain(struct pd_tls *t)
     else if (t->client && !t->open && (alert == SSL_AD_ILLEGAL_PARAMETER || alert == SSL_AD_DECRYPT_ERROR))
         pd_fail(&t->why, PD_EFAIL, "%s: the other side has another key by the id '%s'", t->name, t->id);
     else if (!t->open)
-        pd_fail(&t->why, PD_EFAIL, "%s: the TLS handshake failed: %s", t->name, text ? text : t->sys ? strerror(t->sys) : "the other side closed the connection");
+        pd_fail(&t->why, PD_EFAIL, "%s: the TLS handshake failed: %s", t->name, text && !t->eof ? text : t->sys ? strerror(t->sys) :
+                t->client ? "the other side closed the connection (was it started with --key-file?)" : "the other side closed the connection");
     else
         pd_fail(&t->why, PD_ECORRUPT, "%s: TLS: %s", t->name, text ? text : "the connection failed");
 }

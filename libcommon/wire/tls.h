@@ -26,6 +26,9 @@ int pd_keys_count(const struct pd_keys *k);
 const char *pd_keys_id(const struct pd_keys *k, int i);
 void pd_keys_free(struct pd_keys *k);           /* after every pd_tls of it. NULL: nothing */
 
+/* How sockets are used; NULL in its place: no patience, no keys, loopback only. */
+struct pd_net { int64_t connect_us /* how long an absent peer is waited for */; const struct pd_keys *keys; bool insecure; };
+
 struct pd_tls;
 /* fd stays the caller's; name is for messages, and copied. */
 int pd_tls_new(const struct pd_keys *k, int fd, bool client, const char *name, struct pd_tls **out, struct pd_err *e);

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""P/D by real daemons on a tiny model, with the router played by script: KV by shm and inline, many runs at once, to the bit what the filter and the aggregated
+"""P/D by real daemons on a tiny model, with the router played by script: KV by shm and inline, over Unix sockets, TCP and TLS, many runs at once, to the bit what the filter and the aggregated
 worker give; and at the end of each scene every count is back at its start, and the merged log of all keeps every rule."""
 import os
+import re
 import tempfile
 
 import pdset
@@ -51,44 +52,51 @@ def close(name, R, *workers):
     ok(c.returncode == 0, f"{name}: the merged log keeps every rule", c.stdout + c.stderr)
 
 
+KEYS = os.path.join(tmp.name, "keys")
+with open(os.open(KEYS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as f:
+    f.write("k1 " + os.urandom(32).hex() + "\n")
+NET = {"inline+tcp": ["--listen", "tcp-listen:127.0.0.1:0"], "inline+key": ["--listen", "tcp-listen:127.0.0.1:0", "--key-file", KEYS]}
 FILTER = whole(reqs(30))
-for via in ("shm", "inline"):
-    P = Worker(tmp.name, via + "P", "prefill", "--via", "shm,inline")
-    D = Worker(tmp.name, via + "D", "decode", "--via", via)
-    R = Router(os.path.join(tmp.name, via + "R.trace"))
+for name in ("shm", "inline", *NET):
+    via, net = name.split("+")[0], NET.get(name, [])
+    P = Worker(tmp.name, name + "P", "prefill", *(net[2:] if net else []))
+    D = Worker(tmp.name, name + "D", "decode", "--via", via, *net)
+    if net:
+        D.at = re.search(r"ready: .*(tcp:127.0.0.1:\d+)", D.said()).group(1)
+    R = Router(os.path.join(tmp.name, name + "R.trace"))
     r = R.remote(reqs(1)[0], P, D)
     good = R.wait([r])
-    ok(good and results(R, [r]).items() <= FILTER.items(), f"{via}: one run, prefilled there and decoded here, is the filter's to the bit", R.got)
+    ok(good and results(R, [r]).items() <= FILTER.items(), f"{name}: one run, prefilled there and decoded here, is the filter's to the bit", R.got)
     x, k = R.result(r), R.of(r, "kv")[0]
     ok(x and x["mode"] == "remote" and x["fallback"] is None and x["transferred_tokens"] == x["prompt_tokens"] and x["recomputed_tokens"] == 0 and x["kv_bytes"] > 0 and
-       x["prefill_worker"].startswith("prefill@") and x["decode_worker"].startswith("decode@"), f"{via}: its result says how it came", x)
+       x["prefill_worker"].startswith("prefill@") and x["decode_worker"].startswith("decode@"), f"{name}: its result says how it came", x)
     ok(k["payload"] is None and k["lease"] is None and k["first"][0]["token"] == x["tokens"][0] and k["t"]["total_us"] > 0 and "route" not in k["request"],
-       f"{via}: the router has the kv, with first token and times", k)
+       f"{name}: the router has the kv, with first token and times", k)
     fds = P.ledger()["fds"], D.ledger()["fds"]
     for first in ("d", "p"):
         runs = [R.remote(q, P, D, first=first) for q in reqs(30)]
-        ok(R.wait(runs) and results(R, runs) == FILTER, f"{via}: thirty at once, {first} asked first", [R.got[r["run"]][-1] for r in runs if not R.of(r, "result")])
+        ok(R.wait(runs) and results(R, runs) == FILTER, f"{name}: thirty at once, {first} asked first", [R.got[r["run"]][-1] for r in runs if not R.of(r, "result")])
         modes = [R.result(r)["mode"] for r in runs]
-        ok(modes == ["remote"] * 30, f"{via}: all of them by KV", [(R.result(r)["mode"], R.result(r)["fallback"]) for r in runs])
+        ok(modes == ["remote"] * 30, f"{name}: all of them by KV", [(R.result(r)["mode"], R.result(r)["fallback"]) for r in runs])
     three = reqs(4, n=3, logprobs=True, top_logprobs=2)
     runs = [R.remote(dict(q, stream=True), P, D) for q in three]
     for r in runs:
         R.expect(r, 3)
-    ok(R.wait(runs, n=3) and results(R, runs) == whole(three), f"{via}: n > 1", R.got)
-    ok(all(R.out[r["run"]] == {x["choice"]: x["tokens"] for x in R.of(r, "result")} for r in runs), f"{via}: and its tokens are streamed, each once", R.out)
+    ok(R.wait(runs, n=3) and results(R, runs) == whole(three), f"{name}: n > 1", R.got)
+    ok(all(R.out[r["run"]] == {x["choice"]: x["tokens"] for x in R.of(r, "result")} for r in runs), f"{name}: and its tokens are streamed, each once", R.out)
     one = dict(reqs(1)[0], max_tokens=1)
     r = R.remote(one, P, D)
-    ok(R.wait([r]) and results(R, [r]) == whole([one]), f"{via}: a run of one token", R.got[r["run"]])
+    ok(R.wait([r]) and results(R, [r]) == whole([one]), f"{name}: a run of one token", R.got[r["run"]])
     bare = [R.request(q) for q in reqs(5)]
     for q in bare:
         R.to(D).send({k: v for k, v in q.items()})
     loc = [R.local(q, D) for q in reqs(5)]
     agg = [R.local(q, D, mode="aggregated") for q in reqs(5)]
     ok(R.wait(bare + loc + agg) and results(R, bare).items() <= FILTER.items() and results(R, loc).items() <= FILTER.items() and results(R, agg).items() <= FILTER.items() and
-       [R.result(r)["mode"] for r in bare + loc + agg] == ["aggregated"] * 5 + ["local"] * 5 + ["aggregated"] * 5, f"{via}: bare, local and aggregated requests are run whole", R.got)
+       [R.result(r)["mode"] for r in bare + loc + agg] == ["aggregated"] * 5 + ["local"] * 5 + ["aggregated"] * 5, f"{name}: bare, local and aggregated requests are run whole", R.got)
     g, h = P.ledger(), D.ledger()
-    ok(g[f"given_{via}"] == 66 == h[f"taken_{via}"] and g["given_bytes"] == h["taken_bytes"] > 0 and h["not_taken"] == 0, f"{via}: the ledgers count the same", (g, h))
-    ok((g["fds"], h["fds"]) == fds, f"{via}: no descriptor is left behind", (fds, g["fds"], h["fds"]))
-    close(via, R, P, D)
+    ok(g[f"given_{via}"] == 66 == h[f"taken_{via}"] and g["given_bytes"] == h["taken_bytes"] > 0 and h["not_taken"] == 0, f"{name}: the ledgers count the same", (g, h))
+    ok((g["fds"], h["fds"]) == fds, f"{name}: no descriptor is left behind", (fds, g["fds"], h["fds"]))
+    close(name, R, P, D)
 
 tap.done()

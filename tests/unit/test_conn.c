@@ -558,7 +558,7 @@ static void raw_record(void *ctx, struct pd_conn *c, const struct pd_rec *r)
 {
     note('h');
     if (detached == -1)
-        detached = pd_conn_detach(c, &e);
+        detached = pd_conn_detach(c, &(struct pd_tls *){ NULL }, &e);
     conn = NULL;
 }
 static int no(void *ctx, struct pd_conn *c, struct pd_err *err) { return pd_fail(err, PD_ENOMEM, "no more workers"); }

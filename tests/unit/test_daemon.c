@@ -374,7 +374,7 @@ static void a_dead_socket_is_replaced_and_a_live_one_is_not(void **state)
     fclose(f);
     stop_well();
     assert_int_equal(unlink(path), 0);
-    static const struct { const char *spec, *why; } bad[] = { { "tcp::1", "no endpoint to listen on" }, { "unix:", "no endpoint" }, { "/x", "no endpoint" },
+    static const struct { const char *spec, *why; } bad[] = { { "tcp:1", "port is missing" }, { "tcp-listen::1", "--key-file" }, { "rdma:x", "no endpoint to listen on" }, { "unix:", "no endpoint" }, { "/x", "no endpoint" },
         { "unix:/no/such/dir/x", "cannot listen" }, { "unix:/tmp", "is no socket" } };
     int n = open_fds();
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {

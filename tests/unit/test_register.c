@@ -98,7 +98,11 @@ static void addresses_are_absolute(void **state)
     snprintf(want, sizeof want, "unix:%s/d0", getcwd(here, sizeof here));
     assert_string_equal(out, want);
     assert_int_equal(pd_daemon_address("unix:", out, sizeof out, &e), PD_EUSAGE);
-    assert_int_equal(pd_daemon_address("tcp:a:1", out, sizeof out, &e), PD_EUSAGE);
+    assert_int_equal(pd_daemon_address("tcp:a:1", out, sizeof out, &e), 0);
+    assert_string_equal(out, "tcp:a:1");
+    assert_int_equal(pd_daemon_address("tcp-listen:127.0.0.1:7", out, sizeof out, &e), 0);
+    assert_string_equal(out, "tcp:127.0.0.1:7");
+    assert_int_equal(pd_daemon_address("tcp:a", out, sizeof out, &e), PD_EUSAGE);
     snprintf(want, sizeof want, "unix:/%0*d", 106, 0);
     assert_int_equal(pd_daemon_address(want, out, sizeof out, &e), 0);
     snprintf(want, sizeof want, "unix:/%0*d", 107, 0);
