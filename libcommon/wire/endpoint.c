@@ -13,6 +13,8 @@
 #include "../base/log.h"
 #include "../base/stop.h"
 #include "endpoint.h"
+#include "json.h"
+#include "record.h"
 #include "unix.h"
 
 #define PIPE_BYTES (1 << 20)
@@ -156,7 +158,7 @@ static int take_tcp(int fd, const char *where, bool client, const struct pd_net 
         pd_tls_free(t);
         close(fd);
     } else
-        *ep = (struct pd_endpoint){ .fd = t ? -1 : fd, .own = true, .tls = t, .sock = fd };
+        *ep = (struct pd_endpoint){ .fd = t ? -1 : fd, .own = true, .tls = t, .sock = fd, .tcp = true };
     return rc;
 }
 
@@ -298,23 +300,53 @@ int pd_endpoint_open_out(const char *spec, const struct pd_net *net, struct pd_e
     return rc;
 }
 
-/* Say that it ends, and see that it goes. */
-static int end_tls(struct pd_endpoint *ep, struct pd_err *e)
+bool pd_reader_said(const char *p, size_t n, const char *name, struct pd_err *e)
 {
-    int rc = pd_tls_end(ep->tls);
-    while (rc == 1) {
-        struct pollfd p = { .fd = ep->sock, .events = POLLOUT };
-        if (pd_stop_level() > 1)
-            return pd_fail(e, PD_ECANCEL, "stopped by a signal before all was written");
-        poll(&p, 1, 500);
-        rc = pd_tls_flush(ep->tls);
+    struct pd_buf rec = { 0 };
+    struct pd_arena a = { 0 };
+    struct pd_error_rec r;
+    const char *nl = n && p[0] == '{' ? memchr(p, '\n', n) : NULL;
+    bool told = n > 2 && p[0] == 0x15 && p[1] == 3;
+    if (told)
+        pd_fail(e, PD_ECANCEL, "%s: the reader speaks TLS (give --key-file)", name);
+    else if (nl && !pd_json_to_msgpack(p, (size_t)(nl - p), &rec, NULL) && !pd_error_decode(rec.p, rec.n, &a, &r, NULL) && r.message.p) {
+        pd_fail(e, PD_ECANCEL, "%s: the reader went away: %.*s", name, (int)(r.message.n < 300 ? r.message.n : 300), r.message.p);
+        told = true;
     }
-    return rc < 0 ? pd_fail(e, PD_ECANCEL, "the reader went away before all was written") : 0;
+    pd_arena_free(&a);
+    pd_buf_free(&rec);
+    return told;
+}
+
+/* Say that it ends, and wait until the reader says that it has read so far. */
+static int end_tcp(struct pd_endpoint *ep, struct pd_err *e)
+{
+    char said[1500];
+    int rc = ep->tls ? pd_tls_end(ep->tls) : shutdown(ep->sock, SHUT_WR);
+    for (;;) {
+        struct pollfd p = { .fd = ep->sock, .events = rc == 1 ? POLLIN | POLLOUT : POLLIN };
+        if (pd_stop_level() > 1)
+            return pd_fail(e, PD_ECANCEL, "stopped by a signal before the reader had all");
+        if (rc < 0 || (poll(&p, 1, 500) < 0 && errno != EINTR))
+            break;
+        if (rc == 1) {
+            rc = pd_tls_flush(ep->tls);
+            continue;
+        }
+        ssize_t n = ep->tls ? pd_tls_read(ep->tls, said, sizeof said) : recv(ep->sock, said, sizeof said, MSG_DONTWAIT);
+        if (n == 0)
+            return 0;
+        if (n > 0 && !ep->tls && pd_reader_said(said, (size_t)n, "the output", e))
+            return PD_ECANCEL;
+        if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+            break;
+    }
+    return pd_fail(e, PD_ECANCEL, "the reader went away before it had read all");
 }
 
 int pd_endpoint_commit(struct pd_endpoint *ep, struct pd_err *e)
 {
-    int rc = ep->file.path ? pd_outfile_commit(&ep->file, e) : ep->tls ? end_tls(ep, e) : 0;
+    int rc = ep->file.path ? pd_outfile_commit(&ep->file, e) : ep->tcp ? end_tcp(ep, e) : 0;
     if (ep->own && !ep->tls && close(ep->fd) && errno != EINTR)
         rc = pd_fail_sys(e, "cannot close the output");
     ep->own &= ep->tls != NULL;

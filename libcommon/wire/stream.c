@@ -26,7 +26,7 @@ enum mode { UNDECIDED, MSGPACK, JSON, LINES };
 struct pd_rstream {
     int fd;
     struct pd_tls *tls;             /* in its place */
-    bool own, lines, eof, dead, exact;
+    bool tells_end, own, lines, eof, dead, exact;
     enum mode mode;
     size_t max_record;
     char name[64];
@@ -56,6 +56,7 @@ int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **
     s->lines = o && o->lines;
     s->own = o && o->own_fd;
     s->tls = o ? o->tls : NULL;
+    s->tells_end = o && o->tells_end;
     s->max_record = o && o->max_record ? o->max_record : PD_MAX_RECORD_DEFAULT;
     set_name(s->name, o ? o->name : NULL, "input", "stdin");
     *out = s;
@@ -66,6 +67,7 @@ int pd_rstream_of(const struct pd_endpoint *in, const struct pd_rstream_opts *o,
 {
     struct pd_rstream_opts mine = *o;
     mine.tls = in->tls;
+    mine.tells_end = in->tcp;
     return pd_rstream_new(in->fd, &mine, out, e);
 }
 
@@ -204,6 +206,11 @@ static int fill(struct pd_rstream *s, int timeout_ms, struct pd_err *e)
     }
     s->end += (size_t)n;
     s->eof = n == 0;
+    if (s->eof && s->tells_end) {       /* the writer waits for the word that all was read */
+        if (s->tls)
+            pd_tls_end(s->tls);
+        shutdown(s->tls ? pd_tls_fd(s->tls) : s->fd, SHUT_WR);
+    }
     return 1;
 }
 
@@ -446,27 +453,12 @@ int pd_wstream_of(const struct pd_endpoint *to, enum pd_format f, const char *na
 
 uint64_t pd_wstream_bytes(const struct pd_wstream *w) { return w->bytes; }
 
-/* What the reader of a socket said before it went: an `error` record as text, or a TLS alert. */
+/* What the reader of a socket said before it went. */
 static bool last_words(struct pd_wstream *w)
 {
-    char said[1500], *nl;
-    struct pd_buf rec = { 0 };
-    struct pd_arena a = { 0 };
-    struct pd_error_rec r;
+    char said[1500];
     ssize_t n = w->tls ? -1 : recv(w->fd, said, sizeof said, MSG_DONTWAIT);
-    bool told = false;
-    if (n > 2 && said[0] == 0x15 && said[1] == 3) {
-        pd_fail(&w->failed, PD_ECANCEL, "%s: the reader speaks TLS (give --key-file)", w->name);
-        return true;
-    }
-    if (n > 0 && said[0] == '{' && (nl = memchr(said, '\n', (size_t)n)) && !pd_json_to_msgpack(said, (size_t)(nl - said), &rec, NULL) &&
-        !pd_error_decode(rec.p, rec.n, &a, &r, NULL) && r.message.p) {
-        pd_fail(&w->failed, PD_ECANCEL, "%s: the reader went away: %.*s", w->name, (int)(r.message.n < 300 ? r.message.n : 300), r.message.p);
-        told = true;
-    }
-    pd_arena_free(&a);
-    pd_buf_free(&rec);
-    return told;
+    return n > 0 && pd_reader_said(said, (size_t)n, w->name, &w->failed);
 }
 
 static int write_failed(struct pd_wstream *w, struct pd_err *e)

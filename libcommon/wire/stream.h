@@ -19,7 +19,8 @@ struct pd_rec {
     uint64_t offset;                    /* of the record's first byte in the stream (JSON Lines: of its line) */
 };
 /* name: for messages; "-" is called stdin (of a writer: stdout). */
-struct pd_rstream_opts { bool lines; size_t max_record; bool own_fd; const char *name; struct pd_tls *tls /* in place of fd; stays the caller's */; };
+struct pd_rstream_opts { bool lines; size_t max_record; bool own_fd; const char *name; struct pd_tls *tls /* in place of fd; stays the caller's */;
+                        bool tells_end /* a socket's writer is told when its end was read */; };
 struct pd_rstream;
 int pd_rstream_new(int fd, const struct pd_rstream_opts *o, struct pd_rstream **out, struct pd_err *e);
 int pd_rstream_of(const struct pd_endpoint *in, const struct pd_rstream_opts *o, struct pd_rstream **out, struct pd_err *e);    /* of one that stays open */

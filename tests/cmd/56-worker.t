@@ -282,7 +282,7 @@ ok(check.returncode == 0, "and the trace still tells every end", check.stdout + 
 
 base = [f"{B}/bin/pd-decode", *ARGS]
 for args, why in ((["--listen", f"unix:{tmp.name}/u", "--role", "prefill"], "no role of this command"),
-                  (["--listen", f"unix:{tmp.name}/u", "--via", "shm,rfc1149"], "no transport"), (["--listen", "tcp::1", "--role", "both"], "no endpoint to listen on"),
+                  (["--listen", f"unix:{tmp.name}/u", "--via", "shm,rfc1149"], "no transport"), (["--listen", "tcp:1", "--role", "both"], "port is missing"),
                   (["--listen", f"unix:{tmp.name}/u", "--role", "both", "--text"], "are for filters"), (["--metrics", "http:127.0.0.1:0"], "are for daemons"),
                   (["--listen", f"unix:{tmp.name}/u", "--role", "both", "--metrics", "http:0.0.0.0:0"], "not loopback"),
                   (["--listen", f"unix:{tmp.name}/u", "--role", "both", "--ready-fd", "77"], "not open"),

@@ -626,7 +626,7 @@ st = run([f"{B}/bin/pd-route", "--status", f"unix:{tmp.name}/none", "--connect-t
 ok(st.returncode == 5 and tap.one_line(st.stderr), "or that nobody is there", (st.returncode, st.stderr))
 checked(r, "asking")
 a.die()
-for args, why in ((["--listen", f"unix:{tmp.name}/u", "--policy", "best"], "--policy"), (["--listen", f"unix:{tmp.name}/u", "--worker", "tcp:x:1"], "--worker"), ([], "nothing to do"),
+for args, why in ((["--listen", f"unix:{tmp.name}/u", "--policy", "best"], "--policy"), (["--listen", f"unix:{tmp.name}/u", "--worker", "tcp:x"], "--worker"), ([], "nothing to do"),
                   (["--listen", f"unix:{tmp.name}/u", "--wait", "3"], "--wait"), (["--check"], "of which workers"), (["--status", "unix:x", "--check"], "exclude"),
                   (["--listen", f"unix:{tmp.name}/u", "--attempts", "0"], "--attempts"), (["--listen", f"unix:{tmp.name}/u", "--worker", "unix:" + "x" * 200], "107 bytes"), (["--listen", f"unix:{tmp.name}/u", "--format", "json"], "--format")):
     x = run([f"{B}/bin/pd-route", *args], timeout=20)
