@@ -92,7 +92,7 @@ int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool 
     return 0;
 }
 
-static void slab_free(struct pd_pool *p, struct slab *s)
+static void slab_free(const struct pd_pool *p, struct slab *s)
 {
     if (s->map)
         munmap(s->map, p->slab_bytes);
@@ -117,36 +117,67 @@ void pd_pool_free(struct pd_pool *p)
     pd_free(p);
 }
 
-static int slab_add(struct pd_pool *p, struct pd_err *e)
+/* The memory of slab number `index`, not yet the pool's. */
+static int slab_make(const struct pd_pool *p, uint32_t index, struct slab *s, struct pd_err *e)
 {
-    struct slab *s = &p->slab[p->n_slabs];
     uint32_t n = p->slab_blocks, words = (n + 63) / 64;
     int rc = PD_ENOMEM;
-    memset(s, 0, sizeof *s);
-    s->fd = -1;
+    *s = (struct slab){ .fd = -1 };
     if (!(s->refs = pd_calloc(n, sizeof *s->refs, "KV block references", e)) || !(s->free_bits = pd_calloc(words, 8, "KV block bits", e)) ||
         !(s->dirty = pd_calloc(n, 1, "KV block states", e)) || !(s->kept = pd_calloc(n, 1, "KV block states", e)))
         goto bad;
     struct pd_err why;
     if ((rc = pd_slab_make(p->slab_bytes, &s->fd, &s->map, &why)) < 0) {
-        pd_fail(e, rc, "KV pool: slab %u (%zu bytes in use already; lower --kv-mem): %s", p->n_slabs + 1, p->slab_bytes * p->n_slabs, why.msg);
+        pd_fail(e, rc, "KV pool: slab %u (%zu bytes in use already; lower --kv-mem): %s", index + 1, p->slab_bytes * index, why.msg);
         if (e)
             e->sys = why.sys;
         goto bad;
     }
-    uint32_t give = p->max_blocks - p->n_slabs * n < n ? p->max_blocks - p->n_slabs * n : n;
+    uint32_t give = p->max_blocks - index * n < n ? p->max_blocks - index * n : n;
     for (uint32_t i = 0; i < give; i++)
         s->free_bits[i / 64] |= (uint64_t)1 << (i % 64);
     s->n_free = give;
-    p->n_free += give;
-    p->total += give;
-    if (p->first_free > p->n_slabs)
-        p->first_free = p->n_slabs;
-    p->n_slabs++;
     return 0;
 bad:
     slab_free(p, s);
     return rc;
+}
+
+static void slab_join(struct pd_pool *p, const struct slab *s)
+{
+    p->slab[p->n_slabs] = *s;
+    p->n_free += s->n_free;
+    p->total += s->n_free;
+    if (p->first_free > p->n_slabs)
+        p->first_free = p->n_slabs;
+    p->n_slabs++;
+}
+
+static int slab_add(struct pd_pool *p, struct pd_err *e)
+{
+    struct slab s;
+    int rc = slab_make(p, p->n_slabs, &s, e);
+    if (rc == 0)
+        slab_join(p, &s);
+    return rc;
+}
+
+void pd_pool_ahead(struct pd_pool *p)
+{
+    struct slab s;
+    lock(p);
+    uint32_t n = p->n_slabs;
+    bool want = n < p->max_slabs && 2 * (uint64_t)p->n_free < p->slab_blocks;
+    unlock(p);
+    if (!want || slab_make(p, n, &s, NULL) < 0)         /* who takes blocks will be told */
+        return;
+    lock(p);
+    bool first = p->n_slabs == n;
+    if (first)
+        slab_join(p, &s);
+    unlock(p);
+    if (!first)
+        slab_free(p, &s);
 }
 
 const struct pd_pool_geom *pd_pool_geom(const struct pd_pool *p) { return &p->g; }

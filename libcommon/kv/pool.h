@@ -20,6 +20,9 @@ uint8_t *pd_pool_base(const struct pd_pool *p, uint32_t block);
 int pd_pool_take(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e);
 /* The same without zeroing, for a caller that writes every byte of the blocks before anybody reads them (an import of whole blocks). */
 int pd_pool_take_raw(struct pd_pool *p, uint32_t n, uint32_t *out, struct pd_err *e);
+/* Makes the next slab when less than half of one is free, so that who takes blocks soon need not wait for it: for a thread that has nothing else to do, as that
+ * takes from 10 ms up to 0.3 s (memory that a virtual machine never touched before). */
+void pd_pool_ahead(struct pd_pool *p);
 void pd_pool_ref(struct pd_pool *p, uint32_t block);
 void pd_pool_put(struct pd_pool *p, uint32_t block);    /* drop one reference; at zero the block is free. A block that is not held is told on stderr and left alone */
 int pd_pool_slab_fd(const struct pd_pool *p, uint32_t slab);    /* the sealed memfd of slab block / pd_pool_slab_blocks, or -1 */

@@ -120,6 +120,16 @@ static void pause_or_call(struct pd_desk *k)
     pthread_cond_timedwait(&k->more, &k->lock, &t);
 }
 
+/* Under the lock, which it lets go of meanwhile. */
+static void spare(struct pd_desk *k)
+{
+    if (k->calls || k->stop || !k->ops.spare || k->ops.busy(k->ops.ctx))
+        return;
+    pthread_mutex_unlock(&k->lock);
+    k->ops.spare(k->ops.ctx);
+    pthread_mutex_lock(&k->lock);
+}
+
 static void *compute(void *arg)
 {
     struct pd_desk *k = arg;
@@ -128,6 +138,7 @@ static void *compute(void *arg)
         pthread_mutex_lock(&k->lock);
         if (!can && !k->calls && !k->stop)
             pause_or_call(k);
+        spare(k);
         while (!k->calls && !k->stop && !k->ops.busy(k->ops.ctx))
             pthread_cond_wait(&k->more, &k->lock);
         struct pd_call *c = k->calls, *next;

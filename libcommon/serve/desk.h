@@ -77,6 +77,7 @@ struct pd_desk_ops {
     bool (*busy)(void *ctx);            /* there is work for a turn */
     bool (*turn)(void *ctx);            /* false: nothing could be done for now; the next call, or a moment, may help */
     void (*after)(void *ctx);           /* after each turn and the calls before it */
+    void (*spare)(void *ctx);           /* there is nothing to do. May be NULL */
 };
 struct pd_desk_opts { struct pd_runtime *rt; int64_t seed; bool stream; uint32_t max_runs; struct pd_trace *trace; };
 

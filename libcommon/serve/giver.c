@@ -202,6 +202,7 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
     finish(g, r);
 }
 
+static void spare(void *ctx) { pd_pool_ahead(((struct giver *)ctx)->rt->pool); }
 static bool is_busy(void *ctx) { return pd_batch_busy(((struct giver *)ctx)->batch); }
 
 static bool turn(void *ctx)
@@ -915,7 +916,7 @@ int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct 
     if (!g)
         return PD_ENOMEM;
     const struct pd_desk_ops ops = { .ctx = g, .run_size = sizeof (struct give), .admit = admit, .again = again, .refuse = refuse, .news = on_news,
-                                     .cancel = on_cancel_run, .freed = on_freed, .busy = is_busy, .turn = turn, .after = tell_load };
+                                     .cancel = on_cancel_run, .freed = on_freed, .busy = is_busy, .turn = turn, .after = tell_load, .spare = spare };
     const struct pd_desk_opts ko = { .rt = rt, .seed = o->seed, .max_runs = o->max_runs, .trace = o->trace };
     const struct pd_daemon_hooks hooks = { .ctx = g, .drain = on_drain, .busy = daemon_busy, .beat = on_beat, .ledger = ledger, .cancel = on_cancel,
                                            .follow = on_follow };

@@ -225,6 +225,7 @@ static void tell_load(void *ctx)
     pd_metric_set(w->m_rows[2], (int64_t)b.cached_rows);
 }
 
+static void spare(void *ctx) { pd_pool_ahead(((struct worker *)ctx)->rt->pool); }
 static bool is_busy(void *ctx) { return pd_batch_busy(((struct worker *)ctx)->dc.batch); }
 
 /* One step. Where nothing can run for want of blocks, KV that is on its way holds them: it comes soon, or gives them up. */
@@ -541,7 +542,7 @@ int pd_worker_serve(struct pd_runtime *rt, const struct pd_worker_opts *o, struc
         return PD_ENOMEM;
     const struct pd_dc_sink sink = { w, on_put, on_over };
     const struct pd_desk_ops ops = { .ctx = w, .run_size = sizeof (struct run), .admit = admit, .again = again, .refuse = refuse, .news = on_news,
-                                     .cancel = on_cancel_run, .freed = on_freed, .idle = on_idle, .busy = is_busy, .turn = turn, .after = tell_load };
+                                     .cancel = on_cancel_run, .freed = on_freed, .idle = on_idle, .busy = is_busy, .turn = turn, .after = tell_load, .spare = spare };
     const struct pd_desk_opts ko = { .rt = rt, .seed = o->seed, .stream = o->stream, .max_runs = o->max_runs, .trace = o->trace };
     const struct pd_taker_ops to = { .ctx = w, .known = is_known, .started = on_transfer, .taken = on_taken, .failed = on_failed, .reserve = reserve };
     const struct pd_daemon_hooks hooks = { .ctx = w, .drain = on_drain, .busy = daemon_busy, .beat = on_beat, .ledger = ledger,

@@ -178,6 +178,34 @@ static void many_slabs(void **state)
     pd_pool_free(p);
 }
 
+/* A slab ahead of need, once less than half of one is free, and never more than the pool's own. */
+static void slabs_are_made_ahead(void **state)
+{
+    struct pd_pool_geom g = { .layers = 4, .kv_heads = 4, .head_dim = 64, .block_size = 128, .dtype = PD_F32 };
+    struct pd_pool *p = make(&g, 131ll << 20);
+    struct pd_err e = { 0 };
+    uint32_t b[131], per = pd_pool_slab_blocks(p);
+    static const struct { uint32_t take, slabs, total; } step[] = { { 0, 1, 44 }, { 22, 1, 44 }, { 1, 2, 88 }, { 44, 3, 131 }, { 64, 3, 131 } };
+    assert_int_equal(per, 44);
+    uint32_t used = 0;
+    for (size_t i = 0; i < sizeof step / sizeof *step; i++) {
+        assert_int_equal(pd_pool_take(p, step[i].take, b + used, &e), 0);
+        used += step[i].take;
+        for (int twice = 0; twice < 2; twice++)
+            pd_pool_ahead(p);
+        struct pd_pool_stats s = pd_pool_stats(p);
+        assert_int_equal(pd_pool_slabs(p), step[i].slabs);
+        assert_int_equal(s.total, step[i].total);
+        assert_int_equal(s.used, used);
+        assert_int_equal(s.free, s.total - used);
+    }
+    for (uint32_t i = 0; i < used; i++) {
+        assert_int_equal(b[i], i);
+        *(uint32_t *)(pd_pool_base(p, b[i]) + pd_pool_off(p, 3, 1) + pd_pool_layer_bytes(p) - 4) = i;
+    }
+    pd_pool_free(p);
+}
+
 static void a_large_block_has_its_slab(void **state)
 {
     struct pd_pool_geom g = { .layers = 20, .kv_heads = 32, .head_dim = 128, .block_size = 256, .dtype = PD_F16 };  /* 80 MiB */
@@ -218,7 +246,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(blocks_are_apart_and_stay), cmocka_unit_test(counts_hold), cmocka_unit_test(reuse_is_zeroed),
-        cmocka_unit_test(a_full_pool_says_numbers), cmocka_unit_test(limits_are_kept), cmocka_unit_test(many_slabs),
+        cmocka_unit_test(a_full_pool_says_numbers), cmocka_unit_test(limits_are_kept), cmocka_unit_test(many_slabs), cmocka_unit_test(slabs_are_made_ahead),
         cmocka_unit_test(a_large_block_has_its_slab), cmocka_unit_test(slabs_are_sealed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
