@@ -124,7 +124,7 @@ struct pd_metrics *pd_daemon_metrics(struct pd_daemon *d) { return d->m; }
 
 static void tell_supervisor(struct pd_daemon *d, const char *what)
 {
-    if (d->o.ready_fd >= 0 && write(d->o.ready_fd, what, strlen(what)) < 0)
+    if (d->o.ready_fd >= 0 && write(d->o.ready_fd, what, strlen(what)) < 0 && errno != EPIPE)       /* who was to know has gone: none of our trouble */
         pd_warn("--ready-fd %d: %s", d->o.ready_fd, strerror(errno));
 }
 
