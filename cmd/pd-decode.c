@@ -1,18 +1,21 @@
 /* pd-decode: KV descriptors (or bare requests) in, tokens and results out; with --listen a daemon. */
 #include "../libcommon/engine/decoder.h"
 #include "../libcommon/engine/options.h"
+#include "../libcommon/kv/convert.h"
 #include "../libcommon/kv/dump.h"
 #include "../libcommon/serve/register.h"
 #include "../libcommon/serve/worker.h"
 #include "../libcommon/wire/endpoint.h"
 #include "../libcommon/xfer/transport.h"
 
-static char *on_mismatch, *role, *via;
+static char *on_mismatch, *role, *via, *allow;
+static unsigned convert;
 static int text, stream, keep_going, strict, in_place;
 static struct poptOption options[] = {
     { "text", '\0', POPT_ARG_NONE, &text, 0, "write the generated text alone, in order of input", NULL },
     { "stream", '\0', POPT_ARG_NONE, &stream, 0, "write token records too", NULL },
     { "on-mismatch", '\0', POPT_ARG_STRING, &on_mismatch, 0, "KV that fails a check: recompute (default) or fail", "WHAT" },
+    { "allow-convert", '\0', POPT_ARG_STRING, &allow, 0, "take KV that differs in these, and convert it: block_size, order", "FIELDS" },
     { "keep-going", 'k', POPT_ARG_NONE, &keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a run was recovered from a fault", NULL },
     { "role", '\0', POPT_ARG_STRING, &role, 0, "as a daemon: decode (default) or both: what a router may use it for", "ROLE" },
@@ -40,7 +43,7 @@ static int serve(struct pd_err *e)
     if (pd_cli.in || pd_cli.out || pd_cli.format || text || on_mismatch || keep_going || strict || pd_engine_cli.lines)
         return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --text, --lines, --on-mismatch, -k and --strict are for filters (each client has the form that it writes)");
     o.max_record = (size_t)max;
-    if ((rc = pd_engine_open(o.role, &rt, e)) == 0 && (rc = pd_engine_trace(o.role, &rt, &trace, e)) == 0) {
+    if ((rc = pd_engine_open(o.role, &rt, e)) == 0 && (rt.convert = convert, rc = pd_engine_trace(o.role, &rt, &trace, e)) == 0) {
         struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .via = via, .in_place = in_place, .trace = trace,
                                      .routers = (const char *const *)pd_register_cli.routers };
         rc = pd_worker_serve(&rt, &w, &o, e);
@@ -57,6 +60,7 @@ static int describe(struct pd_err *e)
     if (strcmp(as, "decode") && strcmp(as, "both"))
         return pd_fail(e, PD_EUSAGE, "--role: '%s' is no role of this command (decode or both)", as);
     int rc = pd_engine_open(as, &rt, e);
+    rt.convert = convert;
     struct pd_register_opts o = { .rt = &rt, .role = as, .max_runs = 4 * rt.max_seqs, .via = via };
     rc = rc ? rc : pd_register_print(&o, (const char *const *)pd_daemon_cli.listen, e);
     pd_runtime_close(&rt);
@@ -80,6 +84,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (on_mismatch && strcmp(on_mismatch, "recompute") && strcmp(on_mismatch, "fail"))
         return pd_fail(e, PD_EUSAGE, "--on-mismatch: '%s' is unknown (recompute or fail)", on_mismatch);
+    if (allow && (rc = pd_conv_parse(allow, &convert, e)) < 0)
+        return rc;
     pd_engine_cli.serving = pd_daemon_cli.listen || pd_register_cli.describe;
     if (pd_register_cli.describe)
         return describe(e);
@@ -94,7 +100,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--text and --format exclude each other");
     if (pd_endpoint_is_h5(to))
         return pd_fail(e, PD_EUSAGE, "-o: decode writes tokens and results, not KV dumps (pd-prefill -o %s does)", to);
-    if ((rc = pd_engine_open("decode", &rt, e)) < 0 || (rc = pd_engine_trace("decode", &rt, &trace, e)) < 0)
+    if ((rc = pd_engine_open("decode", &rt, e)) < 0 || (rt.convert = convert, rc = pd_engine_trace("decode", &rt, &trace, e)) < 0)
         goto out;
     if ((rc = pd_endpoint_open_out(to, net, &out, e)) < 0 || (rc = pd_engine_check_tty(out.fd, text, e)) < 0 ||
         (rc = pd_wstream_of(&out, pd_cli.format && !strcmp(pd_cli.format, "json") ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e)) < 0)

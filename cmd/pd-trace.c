@@ -1,5 +1,6 @@
 /* pd-trace: shows records (cat), logs of events (ls, show, check, merge, stats, follow) and KV dumps (kv). */
 #include <fcntl.h>
+#include <strings.h>
 #include <unistd.h>
 #include "../libcommon/base/cli.h"
 #include "../libcommon/base/log.h"
@@ -9,14 +10,16 @@
 #include "../libcommon/trace/show.h"
 #include "../libcommon/wire/endpoint.h"
 
-static char *run_id, *tokens, *layers, *bound;
-static int strict, last = 10;
+static char *run_id, *tokens, *layers, *bound, *order;
+static int strict, last = 10, block_size;
 static struct poptOption options[] = {
     { "run", '\0', POPT_ARG_STRING, &run_id, 0, "kv, follow: only this run", "RUN" },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "logs: exit 9 when records were torn or lost", NULL },
     { "bound", '\0', POPT_ARG_STRING, &bound, 0, "check: how long after a cancel or an end others may still act (default 1s)", "TIME" },
     { "last", '\0', POPT_ARG_INT, &last, 0, "follow: how many events of what is there to show first (default 10)", "N" },
     { "tokens", '\0', POPT_ARG_STRING, &tokens, 0, "kv slice: tokens FROM to TO-1 (either may be left out)", "FROM:TO" },
+    { "block-size", '\0', POPT_ARG_INT, &block_size, 0, "kv convert: into blocks of N tokens", "N" },
+    { "order", '\0', POPT_ARG_STRING, &order, 0, "kv convert: into blocks of heads of tokens (hnd) or of tokens of heads (nhd)", "hnd|nhd" },
     { "layers", '\0', POPT_ARG_STRING, &layers, 0, "kv slice: layers FROM to TO-1", "FROM:TO" },
     PD_CLI_COMMON
 };
@@ -98,7 +101,7 @@ static const struct { const char *name; verb_fn *fn; } verbs[] = {
     { "ls", pd_kv_ls }, { "quickcheck", pd_kv_quickcheck }, { "verify", pd_kv_verify }, { "stat", pd_kv_stat },
 };
 static const struct { const char *name, *suffix; int (*fn)(const char *path, const char *to, const struct pd_kv_opts *o, struct pd_err *e); } makers[] = {
-    { "slice", ".h5", pd_kv_slice }, { "salvage", ".h5", pd_kv_salvage }, { "png", ".png", pd_kv_png },
+    { "slice", ".h5", pd_kv_slice }, { "convert", ".h5", pd_kv_convert }, { "salvage", ".h5", pd_kv_salvage }, { "png", ".png", pd_kv_png },
 };
 
 /* Each file by itself: one that is broken does not hide what the others hold. */
@@ -127,6 +130,12 @@ static int kv(const char **args, int *status, struct pd_err *e)
     int rc = range("--tokens", tokens, &o.t0, &o.t1, e), n = 0;
     if (rc || (rc = range("--layers", layers, &o.l0, &o.l1, e)))
         return rc;
+    if (block_size && (block_size < 1 || block_size > 65536))
+        return pd_fail(e, PD_EUSAGE, "--block-size: %d is out of range 1 to 65536 (example: --block-size 32)", block_size);
+    if (order && strcasecmp(order, "hnd") && strcasecmp(order, "nhd"))
+        return pd_fail(e, PD_EUSAGE, "--order: '%s' is unknown (hnd or nhd)", order);
+    o.block_size = (uint32_t)block_size;
+    o.order = !order ? NULL : strcasecmp(order, "nhd") ? "HND" : "NHD";
     while (files[n])
         n++;
     for (size_t i = 0; i < sizeof verbs / sizeof *verbs; i++)
@@ -151,7 +160,7 @@ static int kv(const char **args, int *status, struct pd_err *e)
             *status = 1;
         return rc ? rc : fflush(stdout) || ferror(stdout) ? pd_fail_sys(e, "standard output") : 0;
     }
-    return pd_fail(e, PD_EUSAGE, "kv: '%s' is no verb (ls, quickcheck, verify, stat, diff, slice, salvage, png)", verb);
+    return pd_fail(e, PD_EUSAGE, "kv: '%s' is no verb (ls, quickcheck, verify, stat, diff, slice, convert, salvage, png)", verb);
 }
 
 static const struct { const char *name; int (*fn)(const struct pd_report_opts *o, int *status, struct pd_err *e); } reports[] = {
@@ -198,5 +207,5 @@ static int work(const char **args, int *status, struct pd_err *e)
 int main(int argc, char **argv)
 {
     return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow [FILE...] | show RUN [FILE...] | "
-                       "kv ls|quickcheck|verify|stat|diff|slice|salvage|png FILE...", argc, argv, pd_engine_version, work);
+                       "kv ls|quickcheck|verify|stat|diff|slice|convert|salvage|png FILE...", argc, argv, pd_engine_version, work);
 }

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
+#include "../kv/convert.h"
 #include "decoding.h"
 
 /* One record or several of a run. */
@@ -63,6 +64,8 @@ static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
         res.recomputed_tokens = used ? !r->desc.n_first : r->in.n_tokens - r->cached;
         res.transferred_tokens = used && r->kv_bytes ? r->in.n_tokens - res.recomputed_tokens : 0;
     }
+    if (used)
+        pd_conv_text(r->converted, res.converted);
     if (r->fallback)
         res.fallback = (struct pd_str){ r->fallback, strlen(r->fallback) };
     if (c->t_first) {

@@ -29,6 +29,7 @@ struct pd_dc_run {
     char *fallback;             /* the arena's: the reason in the result */
     const char *mode;
     uint64_t kv_bytes;
+    unsigned converted;         /* PD_CONV_*: of the KV that is used */
     uint32_t cached;            /* tokens of the prompt that were here already */
     int64_t kv_us, before_us;   /* verify and copy; what passed before the kv record came (the descriptor's stages) */
     struct pd_dc_choice *choice;      /* [req.n], the arena's */

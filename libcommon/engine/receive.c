@@ -77,7 +77,7 @@ static bool compatible(struct pd_decoder *d, const struct pd_dc_run *r, struct p
 {
     if (r->desc.epoch != d->rt->epoch)
         return pd_fail(e, PD_EINCOMPAT, "epoch differs (prefill %llu, decode %llu)", (unsigned long long)r->desc.epoch, (unsigned long long)d->rt->epoch), false;
-    enum pd_fp_verdict v = pd_fp_compare(r->desc.fp_fields, (struct pd_bin){ d->rt->fp.map.p, d->rt->fp.map.n }, e);
+    enum pd_fp_verdict v = pd_fp_compare_with(r->desc.fp_fields, (struct pd_bin){ d->rt->fp.map.p, d->rt->fp.map.n }, d->rt->convert, NULL, e);
     if (v == PD_FP_ADVISORY && !d->warned_advisory) {
         pd_warn("%s: output may differ from prefill's in the last bits", e->msg);
         d->warned_advisory = true;
@@ -140,7 +140,7 @@ void pd_dc_take_offer(struct pd_decoder *d, const struct pd_rec *rec)
     pd_dc_step(d, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL);
     uint32_t bs = (uint32_t)pd_pool_geom(d->rt->pool)->block_size;
     wait_for_blocks(d, (uint32_t)(((uint64_t)r->desc.n_tokens + bs - 1) / bs));
-    if (pd_import_begin(d->rt->pool, &r->desc, &r->import, &e) < 0)
+    if (pd_import_begin_with(d->rt->pool, &r->desc, &(struct pd_import_opts){ .convert = d->rt->convert }, &r->import, NULL, &e) < 0)
         pd_dc_reject_kv(d, r, &e);
 }
 
@@ -312,6 +312,7 @@ void pd_dc_take_kv(struct pd_decoder *d, const struct pd_rec *rec)
     }
     r->kv_bytes = pd_import_bytes(r->import);
     r->kv_us = pd_import_us(r->import);
+    r->converted = pd_import_converts(r->import);
     pd_dc_step(d, r, PD_ST_KV_TRANSFER_COMPLETED, r->kv_bytes, NULL);
     uint32_t n, *blocks = pd_import_take(r->import, &n);
     pd_import_free(r->import);

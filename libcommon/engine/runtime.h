@@ -29,6 +29,7 @@ struct pd_runtime {
     const char *numerics;       /* the numerics class: equal strings, equal bits */
     uint32_t chunk, max_seqs;
     bool serving;
+    unsigned convert;           /* PD_CONV_* (../kv/convert.h): KV of another layout that this process takes and converts; the command's to set after open */
     char worker[96];            /* "prefill@host:pid" */
     char domain[64];
     uint64_t epoch;

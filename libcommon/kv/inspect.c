@@ -6,6 +6,7 @@
 #include "../base/log.h"
 #include "../model/dtype.h"
 #include "../wire/stream.h"
+#include "convert.h"
 #include "inspect.h"
 
 /* The runs of a dump's stream come one after another: one is open at a time. */
@@ -45,7 +46,8 @@ static int on_offer(struct load *l, const struct pd_rec *rec, struct pd_err *e)
     struct pd_pool_geom g = { (int)y->layers, (int)y->kv_heads, (int)y->head_dim, (int)y->block_size, PD_F16 };
     pd_kv_dtype_parse(y->dtype, &g.dtype);
     if ((rc = pd_plan_make(y, r->d.n_tokens, r->d.payload.chunk_blocks, &plan, e)) ||
-        (rc = pd_pool_new(&g, (int64_t)plan.bytes, &r->pool, e)) || (rc = pd_import_begin(r->pool, &r->d, &l->im, e)))
+        (rc = pd_pool_new(&g, (int64_t)plan.bytes, &r->pool, e)) ||
+        (rc = pd_import_begin_with(r->pool, &r->d, &(struct pd_import_opts){ .convert = PD_CONV_ORDER }, &l->im, NULL, e)))
         return rc;
     return 0;
 }
@@ -225,8 +227,8 @@ static int ls_run(void *ctx, struct pd_kv_run *r, struct pd_err *e)
     pd_hex(d->gen, PD_GEN_LEN, gen);
     if (t->o->json) {
         line_open(t, d);
-        fprintf(t->o->out, ",\"tokens\":%u,\"layers\":%u,\"kv_heads\":%u,\"head_dim\":%u,\"dtype\":\"%s\",\"block_size\":%u,\"bytes\":%" PRIu64 ",\"gen\":\"%s\"}\n",
-                d->n_tokens, l->layers, l->kv_heads, l->head_dim, l->dtype, l->block_size, d->payload.bytes, gen);
+        fprintf(t->o->out, ",\"tokens\":%u,\"layers\":%u,\"kv_heads\":%u,\"head_dim\":%u,\"dtype\":\"%s\",\"block_size\":%u,\"order\":\"%s\",\"bytes\":%" PRIu64 ",\"gen\":\"%s\"}\n",
+                d->n_tokens, l->layers, l->kv_heads, l->head_dim, l->dtype, l->block_size, l->order, d->payload.bytes, gen);
     } else {
         fprintf(t->o->out, "%s  %u tokens  %u layers  %u x %u %s  blocks of %u  %" PRIu64 " bytes  gen %s\n", d->run, d->n_tokens, l->layers, l->kv_heads,
                 l->head_dim, l->dtype, l->block_size, d->payload.bytes, gen);

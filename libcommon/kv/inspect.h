@@ -11,6 +11,8 @@ struct pd_kv_opts {
     FILE *out;
     bool json, quiet, verbose;
     const char *run;                    /* NULL: all runs */
+    uint32_t block_size;                /* convert: 0: as it is */
+    const char *order;                  /* convert: "HND", "NHD", NULL: as it is */
     int64_t t0, t1, l0, l1;             /* slice: tokens [t0, t1), layers [l0, l1); -1: from the first, to the last */
 };
 int pd_kv_ls(const char *path, const struct pd_kv_opts *o, struct pd_err *e);
@@ -19,6 +21,7 @@ int pd_kv_verify(const char *path, const struct pd_kv_opts *o, struct pd_err *e)
 int pd_kv_stat(const char *path, const struct pd_kv_opts *o, struct pd_err *e);
 int pd_kv_diff(const char *a, const char *b, const struct pd_kv_opts *o, bool *differ, struct pd_err *e);
 int pd_kv_slice(const char *path, const char *to, const struct pd_kv_opts *o, struct pd_err *e);
+int pd_kv_convert(const char *path, const char *to, const struct pd_kv_opts *o, struct pd_err *e);
 int pd_kv_salvage(const char *path, const char *to, const struct pd_kv_opts *o, struct pd_err *e);     /* PD_ECORRUPT when nothing could be saved */
 int pd_kv_png(const char *path, const char *to, const struct pd_kv_opts *o, struct pd_err *e);
 

@@ -8,13 +8,14 @@
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../base/proc.h"
+#include "../kv/convert.h"
 #include "../kv/handover.h"
 #include "../wire/endpoint.h"
 #include "../wire/value.h"
 #include "../xfer/proto.h"
 #include "register.h"
 
-enum { FIRST_US = 50000, LAST_US = 2000000, GOOD_US = 5000000, MOST_ROUTERS = 16, MOST_VIA = 4, EVENT_BYTES = 64 << 10 };
+enum { FIRST_US = 50000, LAST_US = 2000000, GOOD_US = 5000000, MOST_ROUTERS = 16, MOST_VIA = 4, MOST_CAPS = PD_XFER_CAPS + PD_CONV_CAPS, EVENT_BYTES = 64 << 10 };
 
 struct pd_register_cli pd_register_cli;
 struct poptOption pd_register_options[] = {
@@ -30,7 +31,7 @@ struct pd_register {
     struct pd_daemon *d;
     struct pd_register_opts o;
     struct pd_worker_rec rec;           /* what does not change, and the counters */
-    struct pd_str via[MOST_VIA];
+    struct pd_str via[MOST_VIA], caps[MOST_CAPS];
     struct follower *followers;
     struct router router[MOST_ROUTERS];
     int n_routers;
@@ -44,11 +45,12 @@ struct pd_register {
 
 static struct pd_str str(const char *s) { return (struct pd_str){ s, strlen(s) }; }
 
-static void fill(const struct pd_register_opts *o, struct pd_str via[MOST_VIA], struct pd_worker_rec *w)
+static void fill(const struct pd_register_opts *o, struct pd_str via[MOST_VIA], struct pd_str caps[MOST_CAPS], struct pd_worker_rec *w)
 {
     const struct pd_runtime *rt = o->rt;
+    memcpy(caps, pd_xfer_caps, sizeof pd_xfer_caps);
     *w = (struct pd_worker_rec){ .worker = str(rt->worker), .model_revision = str(rt->model->revision), .numerics = str(rt->numerics), .domain = str(rt->domain),
-        .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .parallel = { 1, 1, 1 }, .via = via, .caps = pd_xfer_caps, .n_caps = PD_XFER_CAPS, .epoch = rt->epoch,
+        .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .parallel = { 1, 1, 1 }, .via = via, .caps = caps, .n_caps = PD_XFER_CAPS + pd_conv_caps(rt->convert, caps + PD_XFER_CAPS), .epoch = rt->epoch,
         .capacity = { .blocks = pd_pool_stats(rt->pool).max, .block_size = (uint32_t)pd_pool_geom(rt->pool)->block_size, .max_seqs = rt->max_seqs, .max_runs = o->max_runs,
                       .context = (uint32_t)rt->model->cfg.n_ctx } };
     snprintf(w->role, sizeof w->role, "%s", o->role);
@@ -67,10 +69,10 @@ static void fill(const struct pd_register_opts *o, struct pd_str via[MOST_VIA], 
 int pd_register_describe(const struct pd_register_opts *o, const char *listen, struct pd_buf *b, struct pd_err *e)
 {
     struct pd_worker_rec w;
-    struct pd_str via[MOST_VIA];
+    struct pd_str via[MOST_VIA], caps[MOST_CAPS];
     char address[4200];
     int rc;
-    fill(o, via, &w);
+    fill(o, via, caps, &w);
     strcpy(w.state, "starting");
     if (listen) {
         if ((rc = pd_daemon_address(listen, address, sizeof address, e)) < 0)
@@ -343,7 +345,7 @@ int pd_register_new(struct pd_daemon *d, const struct pd_register_opts *o, struc
         return PD_ENOMEM;
     r->d = d;
     r->o = *o;
-    fill(o, r->via, &r->rec);
+    fill(o, r->via, r->caps, &r->rec);
     r->rec.listen = str(pd_daemon_at(d));
     r->rec.pid = (uint32_t)getpid();
     r->rec.beat_us = dopts->beat_us;

@@ -1,5 +1,6 @@
 #include "../base/clock.h"
 #include "../base/log.h"
+#include "../kv/convert.h"
 #include "../model/dtype.h"
 #include "sender_in.h"
 
@@ -203,7 +204,7 @@ bool send_run_begin(struct send_run *r)
         if (r->state != SR_OPEN)
             return true;
     } else {
-        struct pd_import_opts o = { .look = r->pass };
+        struct pd_import_opts o = { .look = r->pass, .convert = r->pass ? PD_CONV_ORDER : 0 };
         if ((rc = pd_import_begin_with(r->st->pool, &r->desc, &o, &r->im, NULL, &e))) {
             send_run_spoil(r, &e);
             return true;

@@ -307,7 +307,7 @@ static void on_offer(struct pd_taker *t, struct pd_link *k, struct pd_move *m)
 
 static void on_taken(struct pd_taker *t, struct pd_expect *x, const struct pd_xfer_event *ev)
 {
-    struct pd_kv_in kv = { .bytes = ev->bytes, .us = pd_mono_us() - x->t_offer };
+    struct pd_kv_in kv = { .bytes = ev->bytes, .converted = pd_take_converts(ev->move), .us = pd_mono_us() - x->t_offer };
     struct pd_buf b = { 0 };
     struct pd_err e;
     int rc = pd_kvdesc_encode(pd_move_desc(ev->move), &b, &e);
@@ -496,7 +496,7 @@ int pd_taker_on(struct pd_taker *t, struct pd_loop *l, struct pd_metrics *m, str
     const struct pd_taker_opts *o = &t->o;
     t->links.o = (struct pd_links_opts){ .l = l, .max_record = o->max_record, .event = on_event, .ctx = t,
         .xfer = { .via = o->via, .worker = o->rt->worker, .domain = o->rt->domain, .epoch = o->rt->epoch,
-                  .fp_fields = { o->rt->fp.map.p, o->rt->fp.map.n }, .pool = o->rt->pool } };
+                  .fp_fields = { o->rt->fp.map.p, o->rt->fp.map.n }, .pool = o->rt->pool, .convert = o->rt->convert } };
     int rc = pd_timer_new(l, on_timer, t, &t->timer, e);
     rc = rc ? rc : pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ "inline" }, &t->m_taken[0], e);
     rc = rc ? rc : pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ "shm" }, &t->m_taken[1], e);

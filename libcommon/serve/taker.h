@@ -33,6 +33,7 @@ struct pd_kv_in {               /* what was taken */
     uint32_t *blocks, n_blocks;         /* a reference of each */
     uint64_t bytes;
     int64_t us;                 /* from the offer on */
+    unsigned converted;         /* PD_CONV_* */
     struct pd_pin *pin;         /* some blocks lie in the prefill worker's memory, under its lease; NULL: all are our own */
 };
 void pd_kv_in_put(struct pd_pool *p, struct pd_kv_in *kv);      /* the blocks that are still its own; any thread */

@@ -153,6 +153,7 @@ static void submit(struct worker *w, struct run *r, struct pd_dc_run *dr)
         dr->mode = "remote";
         dr->kv_bytes = r->kv.bytes;
         dr->kv_us = r->kv.us;
+        dr->converted = r->kv.converted;
         blocks = r->kv.blocks;
         n = r->kv.n_blocks;
         r->kv.n_blocks = 0;     /* their references go to the batch */

@@ -130,6 +130,7 @@ struct pd_result {
     uint32_t prompt_tokens, completion_tokens, cached_tokens, transferred_tokens, recomputed_tokens;
     char finish_reason[12], mode[12];
     struct pd_str fallback;             /* absent = null */
+    char converted[24];                 /* "block_size,order": what its KV was converted in; "": nothing */
     double ttft_ms, tpot_ms, e2e_ms, kv_ms;      /* < 0: null, there is none */
     uint64_t kv_bytes;
     uint8_t fingerprint[PD_SHA_LEN]; bool has_fingerprint;

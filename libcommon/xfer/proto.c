@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <sys/uio.h>
 #include "../base/proc.h"
+#include "../kv/convert.h"
 #include "../kv/fingerprint.h"
 #include "proto_in.h"
 
@@ -288,10 +289,12 @@ bool pd_hello_can(const struct pd_hello *h, const char *cap)
 static int set_caps(struct pd_xfer *x, struct pd_err *e)
 {
     struct pd_hello *h = &x->mine;
-    if (!(h->caps = pd_arena_alloc(&x->my_arena, PD_XFER_CAPS + 2, sizeof *h->caps, e)))
+    if (!(h->caps = pd_arena_alloc(&x->my_arena, PD_XFER_CAPS + 2 + PD_CONV_CAPS, sizeof *h->caps, e)))
         return PD_ENOMEM;
     memcpy(h->caps, pd_xfer_caps, sizeof pd_xfer_caps);
     h->n_caps = PD_XFER_CAPS;
+    if (!x->o.giving)
+        h->n_caps += pd_conv_caps(x->o.convert, h->caps + h->n_caps);
     if (x->o.relay)
         h->caps[h->n_caps++] = (struct pd_str){ "relay", 5 };
     if (x->o.probe)
@@ -454,12 +457,18 @@ static int hello(struct pd_xfer *x, const void *rec, size_t n)
         return pd_x_fatal(x, PD_EINCOMPAT, "role differs from what this connection is for (here %s, there %.11s)", mine->role, h->role);
     if (p->epoch != d->epoch)
         return pd_x_fatal(x, PD_EINCOMPAT, "epoch differs (prefill %" PRIu64 ", decode %" PRIu64 ")", p->epoch, d->epoch);
-    if (pd_fp_compare(p->fp_fields, d->fp_fields, &e) == PD_FP_DIFFERS)
+    unsigned admit = pd_conv_of_caps(d->caps, d->n_caps);
+    if (pd_fp_compare_with(p->fp_fields, d->fp_fields, admit, NULL, &e) == PD_FP_DIFFERS)
         return pd_x_fatal(x, e.code ? e.code : PD_EINCOMPAT, "%s", e.msg);
     x->advisory = e;
     if ((rc = pd_layout_check(&h->layout, &e)))
         return pd_x_fatal(x, rc, "%s", e.msg);
-    if (h->layout.layout_hash != mine->layout.layout_hash)
+    struct pd_kv_layout bridged = h->layout;
+    if (admit & PD_CONV_BLOCK_SIZE)
+        bridged.block_size = mine->layout.block_size;
+    if (admit & PD_CONV_ORDER)
+        memcpy(bridged.order, mine->layout.order, sizeof bridged.order);
+    if (pd_layout_hash(&bridged) != mine->layout.layout_hash)
         return pd_x_fatal(x, PD_EINCOMPAT, "layout_hash differs (prefill %016" PRIx64 ", decode %016" PRIx64 ")", p->layout.layout_hash, d->layout.layout_hash);
     if ((rc = choose_via(x)))
         return rc;

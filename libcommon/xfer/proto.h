@@ -21,7 +21,7 @@
 #define PD_XFER_MOVES 1024      /* open at once on one connection */
 #define PD_XFER_VIA "shm,inline"
 enum { PD_XFER_CAPS = 3 };
-extern struct pd_str pd_xfer_caps[PD_XFER_CAPS];        /* what hello says that this end can do */
+extern struct pd_str pd_xfer_caps[PD_XFER_CAPS];        /* what hello says that this end can do; of one that takes, what it converts besides (pd_conv_caps) */
 
 struct pd_xfer_opts {
     bool giving;                        /* role prefill; else decode */
@@ -32,6 +32,7 @@ struct pd_xfer_opts {
     const char *worker, *domain;        /* may be NULL */
     uint64_t epoch;
     struct pd_bin fp_fields;            /* own fingerprint map; alive as long as the connection */
+    unsigned convert;                   /* taking: PD_CONV_* (../kv/convert.h) of what the giver's layout may differ in */
     struct pd_pool *pool;               /* giving: payload is read from it; taking: written to it */
     struct pd_leases *leases;           /* giving: the ledger */
     int32_t peer_pid; uint64_t peer_start;      /* of a peer on this host (SO_PEERCRED, pd_proc_start), for the reconciler; or 0 */
@@ -103,6 +104,7 @@ struct pd_take { const uint32_t *held; uint32_t n_held; bool in_place; struct pd
 int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_err *e);
 void pd_take_refuse(struct pd_move *m, int code, const char *why, int64_t now);
 uint32_t *pd_take_blocks(struct pd_move *m, uint32_t *n);       /* after TAKEN, once: block table (pd_free) and a reference of each, now the caller's */
+unsigned pd_take_converts(const struct pd_move *m);             /* PD_CONV_* that are converted in it */
 bool pd_take_in_place(const struct pd_move *m);                 /* some of them are read where the giver has them: pd_take_valid before each token leaves */
 /* Still the offered generation, under a lease that has not run out? What was read before the call is good. */
 bool pd_take_valid(const struct pd_move *m, int64_t now);

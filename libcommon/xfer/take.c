@@ -66,9 +66,9 @@ static int check_offer(struct pd_xfer *x, struct pd_move *m, struct pd_err *e)
         return pd_fail(e, PD_ETIME, "run %s: its generation is of another life of the prefill worker", m->run);
     if (memcmp(d->fp_sha, x->theirs.fp_sha, sizeof d->fp_sha))
         return pd_fail(e, PD_EINCOMPAT, "run %s: its fingerprint is not the one that the prefill side said hello with", m->run);
-    if (d->layout.layout_hash != x->mine.layout.layout_hash)
+    if (d->layout.layout_hash != x->theirs.layout.layout_hash)       /* hello has held that against ours */
         return pd_fail(e, PD_EINCOMPAT, "run %s: layout_hash differs (prefill %016" PRIx64 ", decode %016" PRIx64 ")", m->run, d->layout.layout_hash,
-                       x->mine.layout.layout_hash);
+                       x->theirs.layout.layout_hash);
     for (uint32_t i = 0; i < x->n_via; i++)
         if (!strcmp(x->via[i]->scheme, d->payload.scheme)) {
             if (x->dead[i].code) {
@@ -197,7 +197,7 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
     struct pd_err why = { 0 };
     struct pd_buf have = { 0 };
     struct pd_import_opts o = { .held = t->held, .n_held = t->n_held, .from = m->from, .from_blocks = m->from_blocks, .lend = t->in_place,
-                                .landing = m->tr && m->tr->land ? m->tr->scheme : NULL };
+                                .landing = m->tr && m->tr->land ? m->tr->scheme : NULL, .convert = x->o.convert };
     struct pd_arena a = { 0 };
     int rc;
     x->now = now;
@@ -498,6 +498,8 @@ bool pd_take_valid(const struct pd_move *m, int64_t now)
         return false;
     return !m->in_place || (now < m->lease_until && m->tr->valid(m->path, m->lease, m->gen));
 }
+
+unsigned pd_take_converts(const struct pd_move *m) { return m->im ? pd_import_converts(m->im) : 0; }
 
 bool pd_take_word(const struct pd_move *m) { return m->tr->valid(m->path, m->lease, m->gen); }
 

@@ -17,6 +17,8 @@ _pd() {
         --kv-dtype) words="f16 f32 bf16" ;;
         --kv) words="inline" ;;
         --codec) words="none zstd auto" ;;
+        --allow-convert) words="block_size order block_size,order" ;;
+        --order) words="hnd nhd" ;;
         --on-mismatch) words="recompute fail" ;;
         --policy) words="aggregated fixed" ;;
         --role) words="decode both" ;;
@@ -36,7 +38,7 @@ _pd() {
         case $name in
             pd-trace)
                 if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow kv"
-                elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice salvage png"
+                elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice convert salvage png"
                 fi ;;
             pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits" ;;
         esac
