@@ -145,7 +145,7 @@ static void imports_convert(void **state)
                 assert_int_equal(pd_import_chunk(im, &ch, &e), 0);
                 free(p);
                 if (c == f.plan.n_chunks / 2)
-                    assert_int_equal(pd_import_resume(im, &f.d, NULL, NULL, &e), 0);
+                    assert_int_equal(pd_import_resume(im, &f.d, &(struct pd_import_opts){ .lend = false }, &e), 0);
             }
             assert_int_equal(pd_import_finish(im, &f.d, &e), 0);
             uint32_t *blocks = pd_import_take(im, &n);
