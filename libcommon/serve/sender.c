@@ -275,6 +275,7 @@ static void sleep_until_something(struct send *s, int64_t next)
         next = t < next ? t : next;
         want(p, flag, &n, c->c.fd, (short)((send_src_wants(c) ? POLLIN : 0) | (c->c.x && c->c.blocked ? POLLOUT : 0)), &c->c.readable);
         want(p, flag, &n, c->c.raw, POLLIN, &c->c.raw_ready);
+        want(p, flag, &n, c->c.x ? pd_xfer_fd(c->c.x) : -1, POLLIN, NULL);
     }
     for (uint32_t i = 0; i < s->n_dst; i++) {
         struct send_dst *d = &s->dst[i];
@@ -282,6 +283,7 @@ static void sleep_until_something(struct send *s, int64_t next)
         next = t < next ? t : next;
         want(p, flag, &n, d->c.fd, (short)((d->c.rs && !d->c.eof ? POLLIN : 0) | (d->c.blocked ? POLLOUT : 0)), &d->c.readable);
         want(p, flag, &n, d->c.raw, d->c.raw_waits ? POLLOUT : 0, &d->c.raw_ready);
+        want(p, flag, &n, d->c.x ? pd_xfer_fd(d->c.x) : -1, POLLIN, NULL);
     }
     int64_t ms = next == INT64_MAX ? -1 : next <= s->now ? 0 : (next - s->now + 999) / 1000;
     if (poll(p, (nfds_t)n, ms > 60000 ? 60000 : (int)ms) <= 0)

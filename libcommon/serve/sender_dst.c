@@ -573,6 +573,8 @@ static bool work_xfer(struct send_dst *d)
     bool moved = false;
     pd_xfer_tick(d->c.x, s->now);
     pd_chan_raw(&d->c, s->now);
+    if (pd_xfer_fd(d->c.x) >= 0)
+        pd_xfer_poll(d->c.x, s->now);
     while (pd_xfer_event(d->c.x, &ev)) {
         moved = true;
         if (ev.kind != PD_XE_CLOSED) {

@@ -525,6 +525,8 @@ static bool work_taking(struct send_src *c)
     uint64_t before = pd_xfer_counts(c->c.x).bytes_out;
     pd_xfer_tick(c->c.x, s->now);
     pd_chan_raw(&c->c, s->now);
+    if (pd_xfer_fd(c->c.x) >= 0)
+        pd_xfer_poll(c->c.x, s->now);
     bool moved = pd_xfer_work(c->c.x, WORK, s->now);
     while (pd_xfer_event(c->c.x, &ev)) {
         moved = true;

@@ -805,6 +805,8 @@ bool pd_xfer_open(const struct pd_xfer *x) { return x->state == X_OPEN; }
 const struct pd_hello *pd_xfer_peer(const struct pd_xfer *x) { return &x->theirs; }
 const uint8_t *pd_xfer_conn(const struct pd_xfer *x, bool peers) { return peers ? x->theirs.conn : x->mine.conn; }
 const char *pd_xfer_via(const struct pd_xfer *x) { return x->via_text; }
+const char *pd_xfer_scheme(const struct pd_xfer *x, uint32_t i) { return i < x->n_via ? x->via[i]->scheme : NULL; }
+const struct pd_hello *pd_xfer_own(const struct pd_xfer *x) { return &x->mine; }
 struct pd_xfer_counts pd_xfer_counts(const struct pd_xfer *x) { return x->n; }
 const char *pd_move_run(const struct pd_move *m) { return m->run; }
 const uint8_t *pd_move_gen(const struct pd_move *m) { return m->gen; }

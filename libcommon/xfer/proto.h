@@ -84,6 +84,8 @@ const char *pd_xfer_via(const struct pd_xfer *x);       /* "shm, inline" or "inl
 bool pd_hello_can(const struct pd_hello *h, const char *cap);
 /* A whole record of another kind, between what the protocol says: of ends that both know it. */
 int pd_xfer_say(struct pd_xfer *x, const void *rec, size_t n, struct pd_err *e);
+const char *pd_xfer_scheme(const struct pd_xfer *x, uint32_t i);        /* the i-th best of those in use; NULL: no more */
+const struct pd_hello *pd_xfer_own(const struct pd_xfer *x);    /* what this end said */
 struct pd_xfer_counts { uint64_t late, bytes_out, bytes_in; uint32_t moves; };
 struct pd_xfer_counts pd_xfer_counts(const struct pd_xfer *x);
 

@@ -154,6 +154,38 @@ ok([r.wait() for r in rx] == [0, 0] and x.returncode == 1 and b"no place" in x.s
 for i in range(2):
     same(run(decode("--format", "json", "-i", f"{tmp}/r{i}.kv")).stdout, f"receiver {i}: the same")
 
+# ---- the probe
+for spec in ("unix", "tcp"):
+    at = f"{tmp}/s" if spec == "unix" else f"127.0.0.1:{port()}"
+    for args in ([], ["--format", "json"]):
+        rx = start(kvsend("-i", f"{spec}-listen:{at}", "-o", "/dev/null"))
+        x = run(kvsend("--probe", f"{spec}:{at}", "--probe-max", "4MiB", *args))
+        ok(x.returncode == 0 and rx.wait() == 0, f"a probe over {spec} {args}; it counts as the listener's one peer", x.stderr + rx.stderr.read())
+        best = "shm" if spec == "unix" else "inline"
+        if args:
+            (r,) = records(x.stdout)
+            ok(r["pd"] == "path" and r["class"] == "local" and r["slow"] is None and {w["bytes"] for w in r["rows"]} == {4096 << 2 * i for i in range(6)}
+               and all(w["bytes_s"] > 0 and w["ceiling_bytes_s"] > 0 and w["p50_us"] <= w["p99_us"] for w in r["rows"]), "a path record", r)
+            ok((r["rows"][0]["scheme"] == "shm") == (spec == "unix"), "by the best way", r["rows"][0])
+        else:
+            ok(b"P99 us" in x.stdout and b"4 MiB" in x.stdout, "a table", x.stdout)
+rx = start(kvsend("--via", "inline", "-i", f"unix-listen:{tmp}/s", "-o", "/dev/null"))
+x = run(kvsend("--probe", f"unix:{tmp}/s", "--probe-max", "16KiB"))
+ok(x.returncode == 1 and b"shm should have been used and was not: the other end does not allow it" in x.stderr and rx.wait() == 0, "a faster way that was not used: 1, and why", x.stderr)
+rx = start(kvsend("-i", f"unix-listen:{tmp}/s", "-o", "/dev/null"))
+x = run(kvsend("--via", "inline", "--probe", f"unix:{tmp}/s", "--probe-max", "16KiB"))
+ok(x.returncode == 0 and rx.wait() == 0, "unless it was not wanted", x.stderr)
+rx = start(kvsend("-i", f"unix-listen:{tmp}/s", "--kv-mem", "1MiB", "-o", "/dev/null"))
+x = run(kvsend("--probe", f"unix:{tmp}/s", "--probe-max", "4MiB"))
+ok(b"larger ones were left out" in x.stdout, "what has no room there is left out, and it says so", (x.stdout, x.stderr))
+rx.wait()
+d = start(decode("-i", f"unix-listen:{tmp}/s"))
+x = run(kvsend("--probe", f"unix:{tmp}/s"))
+ok(x.returncode == 5 and b"no pd-kvsend takes probes there" in x.stderr, "nobody who takes probes", x.stderr)
+d.wait()
+x = run(kvsend("--probe", f"unix:{tmp}/s", "--connect-timeout", "50ms"))
+ok(x.returncode == 5 and len(x.stderr.splitlines()) == 1, "nobody there", x.stderr)
+
 # ---- bad input
 bad = bytearray(KV)
 at = KV.index(b"\xa4data") + 40
