@@ -114,21 +114,13 @@ static int run(const char **args, int *status, struct pd_err *e)
     struct pd_decode_opts o = { .seed = pd_engine_cli.seed, .keep_going = keep_going, .strict = strict, .text = text, .stream = stream, .from_dump = dump != NULL,
                                 .fail_on_mismatch = on_mismatch && !strcmp(on_mismatch, "fail") };
     rc = pd_decode_run(&rt, &o, rs, ws, trace, status, e);
-    int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);
-    ws = NULL;
-    rc = rc == 0 ? rc2 : rc;
     if (dump) {
-        rc2 = pd_dump_read_end(dump, rc == 0 ? e : NULL);
+        int rc2 = pd_dump_read_end(dump, rc == 0 ? e : NULL);
         dump = NULL;
         rc = rc == 0 ? rc2 : rc;
     }
-    if (rc == 0)
-        rc = pd_endpoint_commit(&out, e);
 out:
-    if (rc < 0) {
-        pd_wstream_close(ws, NULL);
-        pd_endpoint_abort(&out);
-    }
+    rc = pd_wstream_end(ws, &out, rc, e);
     pd_rstream_free(rs);
     if (dump)
         pd_dump_read_end(dump, NULL);

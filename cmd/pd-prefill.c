@@ -100,25 +100,17 @@ static int run(const char **args, int *status, struct pd_err *e)
         goto out;
     o.seed = pd_engine_cli.seed;
     rc = pd_prefill_run(&rt, &o, rs, ws, dump, trace, status, e);
-    if (ws) {
-        int rc2 = pd_wstream_close(ws, rc == 0 ? e : NULL);
-        rc = rc == 0 ? rc2 : rc;
-        ws = NULL;
-    }
     if (rc == 0 && dump && *status && !pd_dump_runs(dump)) {    /* every request failed: there is nothing to keep */
         pd_dump_abort(dump);
         dump = NULL;
     } else if (rc == 0 && dump) {
         rc = pd_dump_commit(dump, e);
         dump = NULL;
-    } else if (rc == 0)
-        rc = pd_endpoint_commit(&out, e);
-out:
-    if (rc < 0) {
-        pd_dump_abort(dump);
-        pd_wstream_close(ws, NULL);
-        pd_endpoint_abort(&out);
     }
+out:
+    if (rc < 0)
+        pd_dump_abort(dump);
+    rc = pd_wstream_end(ws, &out, rc, e);
     pd_rstream_free(rs);
     pd_endpoint_abort(&in);
     pd_trace_close(trace);

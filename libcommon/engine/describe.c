@@ -16,6 +16,14 @@ void pd_describe(const struct pd_runtime *rt, const struct pd_intake *in, struct
     d->epoch = rt->epoch;
 }
 
+void pd_describe_first(struct pd_first *f, const struct pd_sampled *t, struct pd_arena *mem)
+{
+    f->token = t->token;
+    f->logprob = t->logprob;
+    if (t->n_top && (f->top = pd_arena_dup(mem, t->top, t->n_top * sizeof *t->top, NULL)))
+        f->n_top = t->n_top;
+}
+
 int pd_describe_plan(const struct pd_runtime *rt, struct pd_kvdesc *d, struct pd_plan *plan, struct pd_err *e)
 {
     uint32_t most = rt->chunk / d->layout.block_size;

@@ -180,12 +180,7 @@ static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_
     struct pf_run *r = s->run->user;
     (void)ctx;
     (void)pos;
-    struct pd_first *f = &r->first[s->choice];
-    f->token = t->token;
-    f->logprob = t->logprob;
-    struct pd_err e;
-    if (t->n_top && (f->top = pd_arena_dup(&r->in.mem, t->top, t->n_top * sizeof *t->top, &e)))
-        f->n_top = t->n_top;
+    pd_describe_first(&r->first[s->choice], t, &r->in.mem);
     return false;
 }
 

@@ -24,11 +24,7 @@ int pd_print_records(const uint8_t *p, size_t n, struct pd_err *e)
         rc = pd_frame_next(&scan, p + at, n - at, SIZE_MAX / 2, &len, e);
         rc = rc == 1 ? pd_wstream_put(ws, p + at, len, e) : pd_fail(e, PD_ECORRUPT, "what was answered is no record");
     }
-    int rc2 = ws ? pd_wstream_close(ws, rc == 0 ? e : NULL) : 0;
-    rc = rc ? rc : rc2;
-    rc = rc ? rc : pd_endpoint_commit(&out, e);
-    pd_endpoint_abort(&out);
-    return rc;
+    return pd_wstream_end(ws, &out, rc, e);
 }
 
 int pd_print_text(const struct pd_buf *b, struct pd_err *e)
@@ -40,11 +36,7 @@ int pd_print_text(const struct pd_buf *b, struct pd_err *e)
     int rc = net ? pd_endpoint_open_out(to, net, &out, e) : e->code;
     rc = rc ? rc : pd_wstream_of(&out, PD_FMT_MSGPACK, to, &ws, e);
     rc = rc ? rc : pd_wstream_raw(ws, b->p, b->n, e);
-    int rc2 = ws ? pd_wstream_close(ws, rc == 0 ? e : NULL) : 0;
-    rc = rc ? rc : rc2;
-    rc = rc ? rc : pd_endpoint_commit(&out, e);
-    pd_endpoint_abort(&out);
-    return rc;
+    return pd_wstream_end(ws, &out, rc, e);
 }
 
 int pd_print_status(const char *at, struct pd_err *e)

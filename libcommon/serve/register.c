@@ -91,25 +91,13 @@ int pd_register_print(const struct pd_register_opts *o, const char *const *liste
     const struct pd_net *net = pd_net_cli(e);
     bool json = pd_cli.format && !strcmp(pd_cli.format, "json");
     int rc = !net ? e->code : pd_register_describe(o, listen ? listen[0] : NULL, &b, e);
-    if (rc < 0 || (rc = pd_endpoint_open_out(to, net, &out, e)) < 0)
-        goto out;
-    if (!json && isatty(out.fd)) {
+    rc = rc ? rc : pd_endpoint_open_out(to, net, &out, e);
+    if (rc == 0 && !json && isatty(out.fd))
         rc = pd_fail(e, PD_EUSAGE, "--describe: records are binary and the output is a terminal (use --format json, -o FILE, or a pipe)");
-        goto out;
-    }
-    if ((rc = pd_wstream_of(&out, json ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e)) < 0 || (rc = pd_wstream_put(ws, b.p, b.n, e)) < 0)
-        goto out;
-    rc = pd_wstream_close(ws, e);
-    ws = NULL;
-    if (rc == 0)
-        rc = pd_endpoint_commit(&out, e);
-out:
-    if (rc < 0) {
-        pd_wstream_close(ws, NULL);
-        pd_endpoint_abort(&out);
-    }
+    rc = rc ? rc : pd_wstream_of(&out, json ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e);
+    rc = rc ? rc : pd_wstream_put(ws, b.p, b.n, e);
     pd_buf_free(&b);
-    return rc;
+    return pd_wstream_end(ws, &out, rc, e);
 }
 
 /* The record of now, in r->b. */

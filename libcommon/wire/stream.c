@@ -596,3 +596,12 @@ int pd_wstream_close(struct pd_wstream *w, struct pd_err *e)
     pd_free(w);
     return rc;
 }
+
+int pd_wstream_end(struct pd_wstream *w, struct pd_endpoint *out, int rc, struct pd_err *e)
+{
+    int end = pd_wstream_close(w, rc ? NULL : e);
+    rc = rc ? rc : end;
+    rc = rc ? rc : pd_endpoint_commit(out, e);
+    pd_endpoint_abort(out);
+    return rc;
+}

@@ -51,4 +51,6 @@ int pd_wstream_flush(struct pd_wstream *w, struct pd_err *e);
 bool pd_wstream_failed(const struct pd_wstream *w);
 uint64_t pd_wstream_bytes(const struct pd_wstream *w);
 int pd_wstream_close(struct pd_wstream *w, struct pd_err *e);   /* flush, close (own_fd), free; reports a late ENOSPC */
+/* The end of an output: rc 0: w is closed and what it wrote committed; else what there is of it goes. Either may be empty. rc, or what went wrong here. */
+int pd_wstream_end(struct pd_wstream *w, struct pd_endpoint *out, int rc, struct pd_err *e);
 #endif

@@ -1,0 +1,100 @@
+/* Inside the prefill worker, shared by its files: giver.c (the daemon: requests, answers, leases), giver_prefill.c (the compute thread: a request becomes
+ * KV), giver_move.c (the KV goes to decode workers). All but giver_prefill.c is the loop's. */
+#ifndef PD_SERVE_GIVER_IN_H
+#define PD_SERVE_GIVER_IN_H
+#include "../engine/describe.h"
+#include "desk.h"
+#include "giver.h"
+#include "link.h"
+#include "register.h"
+
+/* A decode worker, by its address. */
+struct pd_gv_peer {
+    struct pd_giver *g;
+    struct pd_gv_peer *next;
+    char at[300];               /* "unix:PATH", "tcp:HOST:PORT" */
+    struct pd_link *link;       /* NULL: not connected */
+    bool open;                  /* hellos agree */
+    struct pd_timer *again;
+    int64_t again_us, failing_since;    /* 0: not */
+    uint32_t n_runs;
+};
+
+/* A request in hand: its prefill, and the KV that is given. */
+struct pd_gv_run {
+    struct pd_desk_run d;
+    struct pd_giver *g;
+    /* the loop's */
+    struct pd_gv_peer *peer;
+    uint8_t op[16], lease[PD_LEASE_ID_LEN];
+    struct pd_move *move;       /* on its way, */
+    struct pd_link *link;       /* over this */
+    bool moved_on;              /* it is that of an attempt before this one */
+    uint64_t sum;               /* of the request less what an attempt changes */
+    /* published: it is computed; kv_told: the client has its kv; settled: the decode worker has its KV; failed: its error was put */
+    bool leased, lease_over, published, kv_told, settled, failed, dropping;
+    struct pd_err no_d;         /* why the decode worker has no KV of it, after kv_told */
+    struct pd_call c_take, c_drop;
+    /* the thread's, read by the loop as the flags say */
+    struct pd_intake in;
+    struct pd_kvdesc desc;
+    struct pd_plan plan;
+    struct pd_run *run;
+    struct pd_first *first;
+    struct pd_buf t;
+    struct pd_err why;
+    uint32_t *blocks;           /* [plan.n_blocks], from started on */
+    _Atomic uint32_t *done;     /* [layers]: ranges that are final */
+    uint64_t untold;            /* bytes of those that the loop was not woken for */
+    uint32_t *told;             /* [layers], the loop's: of them, what the move knows */
+    _Atomic bool at_batch, described, started, finished;
+};
+
+struct pd_giver {
+    struct pd_runtime *rt;
+    struct pd_giver_opts o;
+    struct pd_daemon *d;
+    struct pd_desk *desk;
+    struct pd_links links;
+    struct pd_leases *leases;
+    struct pd_register *reg;
+    struct pd_gv_peer *peers;
+    size_t max_record;
+    struct pd_post tidy, stuck;
+    bool tidying;
+    _Atomic bool is_stuck;
+    /* the thread's */
+    struct pd_batch *batch;
+    _Atomic uint64_t prompt_left;       /* after the last step */
+    _Atomic uint32_t waiting;
+    /* counted by both */
+    struct pd_metric *m_rows, *m_cached, *m_steps, *m_seqs, *m_blocks[3], *m_ends[4], *m_lease[7], *m_live, *m_leased, *m_moves, *m_given[2], *m_given_bytes, *m_not_given, *m_links, *m_tokens;
+};
+
+/* giver_prefill.c: the thread's */
+int pd_gv_open_batch(struct pd_giver *g, struct pd_err *e);
+void pd_gv_take(void *run);             /* the calls: a request from the loop becomes a run of the batch; */
+void pd_gv_drop(void *run);             /* the batch has it no longer */
+bool pd_gv_busy(void *g);
+bool pd_gv_turn(void *g);
+void pd_gv_tell_load(void *g);
+void pd_gv_step(struct pd_giver *g, const struct pd_gv_run *r, enum pd_state_id state, uint64_t bytes, const char *cause, const uint8_t *lease);  /* either's */
+
+/* giver_move.c */
+int pd_gv_peer_of(struct pd_giver *g, struct pd_str at, struct pd_gv_peer **out, struct pd_err *e);
+void pd_gv_peer_drop(struct pd_gv_peer *p);     /* one that nobody needs is freed */
+void pd_gv_reach(struct pd_gv_peer *p); /* connect, if it is not */
+void pd_gv_try(struct pd_giver *g, struct pd_gv_run *r);        /* offer its KV, if there is a lease and a connection, and nobody has it yet */
+void pd_gv_ready(struct pd_gv_run *r);  /* tell its move, if it has one, which layers are final */
+void pd_gv_close(struct pd_giver *g, struct pd_gv_run *r);      /* offered and computed: the move closes, and the client is told */
+void pd_gv_on_link(void *g, struct pd_link *k, const struct pd_xfer_event *ev);
+
+/* giver.c: answers */
+void pd_gv_fail(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why, const char *action);         /* the run fails, before its kv was told */
+/* The decode worker has no KV of it, and does not know. It is kept for a while, for another to take up. */
+void pd_gv_not_given(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why);
+void pd_gv_put_kv(struct pd_giver *g, struct pd_gv_run *r);     /* the client's answer, once the KV is there and its decode worker has it offered */
+void pd_gv_end_lease(struct pd_giver *g, struct pd_gv_run *r, const char *cause);
+void pd_gv_settle(struct pd_giver *g, struct pd_gv_run *r);     /* it may be over */
+struct pd_kvdesc pd_gv_desc(const struct pd_gv_run *r);         /* as it is for this attempt */
+#endif

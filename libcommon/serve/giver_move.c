@@ -1,0 +1,236 @@
+#include <stdio.h>
+#include "../base/clock.h"
+#include "../base/log.h"
+#include "giver_in.h"
+
+enum { REACH_US = 2000000 /* to reach a decode worker */, AGAIN_US = 20000, AGAIN_MOST_US = 500000 };
+
+/* ---- one hand-over ---- */
+
+void pd_gv_ready(struct pd_gv_run *r)
+{
+    for (uint32_t l = 0; r->move && l < r->plan.layers; l++)
+        for (uint32_t done = atomic_load(&r->done[l]); r->told[l] < done; r->told[l]++)
+            pd_give_ready(r->move, r->told[l] * r->plan.layers + l, 1);
+}
+
+/* An earlier attempt at this run is still ending on that connection. */
+static bool name_is_busy(const struct pd_giver *g, const struct pd_gv_run *r)
+{
+    for (struct pd_gv_run *o = (void *)pd_desk_first(g->desk); o; o = (void *)o->d.node.next)
+        if (o != r && o->move && o->link == r->peer->link && !strcmp(o->d.name, r->d.name))
+            return true;
+    return false;
+}
+
+void pd_gv_try(struct pd_giver *g, struct pd_gv_run *r)
+{
+    struct pd_err e;
+    if (!r->leased || r->move || r->settled || r->failed || r->no_d.code || !r->peer->open || atomic_load(&r->d.cancelled) || name_is_busy(g, r))
+        return;
+    struct pd_kvdesc d = pd_gv_desc(r);
+    struct pd_give give = { .desc = &d, .blocks = r->blocks, .chunk_blocks = r->plan.chunk_blocks, .via = pd_link_via(r->peer->link) };
+    memcpy(give.lease, r->lease, sizeof give.lease);
+    pd_gv_step(g, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL, r->lease);
+    int rc = pd_give(pd_link_xfer(r->peer->link), &give, pd_mono_us(), &r->move, &e);
+    if (rc < 0) {
+        r->move = NULL;
+        pd_gv_not_given(g, r, &e);
+        return;
+    }
+    r->link = r->peer->link;
+    pd_move_set(r->move, r);
+    pd_metric_add(g->m_moves, 1);
+    memset(r->told, 0, r->plan.layers * sizeof *r->told);
+    pd_gv_ready(r);
+    if (r->published)
+        pd_gv_close(g, r);
+    pd_link_soon(r->link);
+}
+
+/* Its last event. */
+static void move_over(struct pd_giver *g, struct pd_gv_run *r, struct pd_link *k, const struct pd_xfer_event *ev)
+{
+    bool lost = !pd_xfer_open(pd_link_xfer(k)), moved_on = r->moved_on;
+    struct pd_err why = ev->err;
+    r->move = NULL;
+    r->link = NULL;
+    r->moved_on = false;
+    pd_metric_add(g->m_moves, -1);
+    if (ev->kind == PD_XE_CANCELLED)
+        pd_gv_step(g, r, PD_ST_CANCEL_ACKED, 0, ev->err.msg, r->lease);
+    if (moved_on)
+        pd_gv_try(g, r);
+    else if (ev->kind == PD_XE_RELEASED || r->settled)
+        pd_gv_end_lease(g, r, "the decode worker has it");
+    else if (lost) {
+        pd_err_prefix(&why, "its KV did not reach the decode worker");
+        pd_gv_not_given(g, r, &why);
+    } else if (!r->kv_told && !atomic_load(&r->d.cancelled)) {
+        pd_err_prefix(&why, "its KV is not wanted");
+        pd_gv_fail(g, r, &why, "recompute");
+    } else
+        pd_gv_end_lease(g, r, "the decode worker does not want it");
+    struct pd_gv_run *heir = (struct pd_gv_run *)pd_desk_find(g->desk, r->d.name, PD_RUN_LEN);
+    if (heir && heir != r)
+        pd_gv_try(g, heir);
+    pd_gv_settle(g, r);
+}
+
+void pd_gv_close(struct pd_giver *g, struct pd_gv_run *r)
+{
+    struct pd_kvdesc d = pd_gv_desc(r);
+    struct pd_err e;
+    if (pd_give_finish(r->move, &d, &e) < 0) {
+        if (e.code != PD_ECANCEL)       /* else its last event is coming */
+            pd_gv_not_given(g, r, &e);
+        return;
+    }
+    pd_link_soon(r->peer->link);
+    pd_gv_put_kv(g, r);
+}
+
+/* ---- decode workers ---- */
+
+static bool waits(const struct pd_gv_run *r, const struct pd_gv_peer *p)
+{
+    return r->peer == p && !r->move && !r->settled && !r->failed && !r->no_d.code && !atomic_load(&r->d.cancelled) && !(r->published && !r->leased);
+}
+
+static void fail_waiting(struct pd_gv_peer *p, const struct pd_err *why)
+{
+    for (struct pd_gv_run *r = (void *)pd_desk_first(p->g->desk), *next; r; r = next) {
+        next = (void *)r->d.node.next;
+        if (waits(r, p))
+            pd_gv_not_given(p->g, r, why);
+    }
+}
+
+void pd_gv_peer_drop(struct pd_gv_peer *p)
+{
+    if (p->n_runs || p->link)
+        return;
+    struct pd_gv_peer **q = &p->g->peers;
+    while (*q != p)
+        q = &(*q)->next;
+    *q = p->next;
+    pd_timer_free(p->again);
+    pd_free(p);
+}
+
+static bool anyone_waits(const struct pd_gv_peer *p)
+{
+    for (struct pd_gv_run *r = (void *)pd_desk_first(p->g->desk); r; r = (void *)r->d.node.next)
+        if (waits(r, p))
+            return true;
+    return false;
+}
+
+/* It did not work out, for now. */
+static void failed_to_reach(struct pd_gv_peer *p, const struct pd_err *why)
+{
+    int64_t now = pd_mono_us();
+    struct pd_err e = *why;
+    if (!p->failing_since) {
+        p->failing_since = now;
+        p->again_us = AGAIN_US;
+    }
+    bool final = why->code == PD_EINCOMPAT || why->code == PD_ECORRUPT || now - p->failing_since >= REACH_US;
+    if (!final && anyone_waits(p) && !pd_timer_in(p->again, p->again_us, &e)) {
+        p->again_us = p->again_us * 2 < AGAIN_MOST_US ? p->again_us * 2 : AGAIN_MOST_US;
+        return;
+    }
+    p->failing_since = 0;
+    struct pd_err told = { .code = why->code == PD_ECANCEL ? PD_ENOWORKER : why->code };
+    snprintf(told.msg, sizeof told.msg, "the decode worker at %.120s cannot be given its KV: %.300s", p->at, e.msg);
+    p->n_runs++;                /* whatever ends with this */
+    fail_waiting(p, &told);
+    p->n_runs--;
+    pd_gv_peer_drop(p);
+}
+
+void pd_gv_reach(struct pd_gv_peer *p)
+{
+    struct pd_err e;
+    if (p->link)
+        return;
+    pd_timer_stop(p->again);
+    if (pd_links_dial(&p->g->links, p->at, p, &p->link, &e) < 0) {
+        p->link = NULL;
+        failed_to_reach(p, &e);
+    }
+}
+
+static void on_again(void *ctx) { pd_gv_reach(ctx); }
+
+int pd_gv_peer_of(struct pd_giver *g, struct pd_str at, struct pd_gv_peer **out, struct pd_err *e)
+{
+    if (at.n <= 5 || (memcmp(at.p, "unix:", 5) && memcmp(at.p, "tcp:", 4)) || at.n >= sizeof ((struct pd_gv_peer *)0)->at)
+        return pd_fail(e, PD_EFAIL, "route: d is at '%.*s', where KV cannot be given (an address is unix:PATH or tcp:HOST:PORT)", (int)(at.n < 60 ? at.n : 60),
+                       at.p);
+    for (struct pd_gv_peer *p = g->peers; p; p = p->next)
+        if (pd_str_eq(at, p->at)) {
+            *out = p;
+            return 0;
+        }
+    struct pd_gv_peer *p = pd_calloc(1, sizeof *p, "a decode worker", e);
+    if (!p)
+        return PD_ENOMEM;
+    p->g = g;
+    memcpy(p->at, at.p, at.n);
+    int rc = pd_timer_new(pd_daemon_loop(g->d), on_again, p, &p->again, e);
+    if (rc < 0) {
+        pd_free(p);
+        return rc;
+    }
+    p->next = g->peers;
+    g->peers = p;
+    *out = p;
+    return 0;
+}
+
+static void for_all_of(struct pd_gv_peer *p, void (*fn)(struct pd_giver *, struct pd_gv_run *))
+{
+    for (struct pd_gv_run *r = (void *)pd_desk_first(p->g->desk), *next; r; r = next) {
+        next = (void *)r->d.node.next;
+        if (r->peer == p)
+            fn(p->g, r);
+    }
+}
+
+void pd_gv_on_link(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
+{
+    struct pd_giver *g = ctx;
+    struct pd_gv_peer *p = pd_link_get(k);
+    struct pd_gv_run *r = ev->move ? pd_move_get(ev->move) : NULL;
+    if (ev->move && !r)         /* of an attempt that was given up */
+        return;
+    switch (ev->kind) {
+    case PD_XE_READY:
+        if (ev->err.code)
+            pd_warn("%s: %s: output may differ in the last bits", p->at, ev->err.msg);
+        pd_info("%s: connected, by %s", p->at, pd_xfer_via(pd_link_xfer(k)));
+        p->open = true;
+        p->failing_since = 0;
+        for_all_of(p, pd_gv_try);
+        break;
+    case PD_XE_VERIFIED:
+        r->settled = !r->moved_on;
+        pd_metric_add(g->m_given[!strcmp(pd_move_scheme(ev->move), "shm")], 1);
+        pd_metric_add(g->m_given_bytes, (int64_t)ev->bytes);
+        break;
+    case PD_XE_RELEASED: case PD_XE_FAILED: case PD_XE_CANCELLED:
+        move_over(g, r, k, ev);
+        break;
+    case PD_XE_CLOSED:
+        p->link = NULL;
+        p->open = false;
+        if (anyone_waits(p))
+            failed_to_reach(p, &ev->err);
+        else
+            pd_gv_peer_drop(p);
+        break;
+    default:
+        break;
+    }
+}
