@@ -62,7 +62,7 @@ static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
         memcpy(res.gen, r->desc.gen, sizeof res.gen);
         res.prefill_worker = r->desc.worker;
         res.recomputed_tokens = used ? !r->desc.n_first : r->in.n_tokens - r->cached;
-        res.transferred_tokens = used && r->kv_bytes ? r->in.n_tokens - res.recomputed_tokens : 0;
+        res.transferred_tokens = used && r->kv_bytes ? r->in.n_tokens - res.recomputed_tokens - r->cached : 0;
     }
     if (used)
         pd_conv_text(r->converted, res.converted);

@@ -87,6 +87,7 @@ static int add_block(struct pd_batch *b, struct pd_seq *s, uint32_t block, struc
     int rc = pd_buf_reserve(&s->base, sizeof base, e);
     if (rc < 0 || (rc = pd_buf_add(&s->blocks, &block, sizeof block, e)) < 0)
         return rc;
+    s->foreign |= pd_pool_is_foreign(b->pool, block);
     return pd_buf_add(&s->base, &base, sizeof base, e);
 }
 
@@ -110,6 +111,7 @@ static void drop_blocks(struct pd_batch *b, struct pd_seq *s)
         pd_pool_put(b->pool, pd_seq_blocks(s)[i]);
     s->blocks.n = s->base.n = 0;
     s->n_kv = 0;
+    s->foreign = false;
 }
 
 static void put_blocks(struct pd_batch *b, struct pd_seq *s)
@@ -548,8 +550,7 @@ void pd_batch_fail_oldest(struct pd_batch *b)
 
 static bool still_valid(struct pd_batch *b, struct pd_seq *s)
 {
-    bool foreign = pd_seq_n_blocks(s) && pd_pool_is_foreign(b->pool, pd_seq_blocks(s)[0]);
-    return !foreign || !b->cb.valid || b->cb.valid(b->cb.ctx, s->run);
+    return !s->foreign || !b->cb.valid || b->cb.valid(b->cb.ctx, s->run);
 }
 
 int pd_batch_step(struct pd_batch *b, struct pd_err *e)

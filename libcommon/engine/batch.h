@@ -28,6 +28,7 @@ struct pd_seq {                 /* one choice of a run */
     uint32_t n_kv;              /* tokens whose KV is in the blocks */
     struct pd_buf blocks, base; /* uint32 block numbers; uint8_t* base pointers */
     bool done, started;
+    bool foreign;               /* some of its blocks lie in another process's memory */
     struct pd_seq *next;        /* in the batch's list, oldest first */
 };
 

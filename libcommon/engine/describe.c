@@ -2,6 +2,8 @@
 #include "../wire/pack.h"
 #include "describe.h"
 
+enum { HELD_BLOCKS = 8 };       /* of a range: what a decode worker holds already is left out by whole ranges */
+
 void pd_describe(const struct pd_runtime *rt, const struct pd_intake *in, struct pd_kvdesc *d)
 {
     memcpy(d->run, in->req.run, sizeof d->run);
@@ -27,6 +29,8 @@ void pd_describe_first(struct pd_first *f, const struct pd_sampled *t, struct pd
 int pd_describe_plan(const struct pd_runtime *rt, struct pd_kvdesc *d, struct pd_plan *plan, struct pd_err *e)
 {
     uint32_t most = rt->chunk / d->layout.block_size;
+    if (rt->serving && most > HELD_BLOCKS)
+        most = HELD_BLOCKS;
     int rc = pd_plan_make(&d->layout, d->n_tokens, 0, plan, e);
     if (most < 1)
         most = 1;

@@ -8,7 +8,8 @@
 
 /* All that is known before the run begins, payload, gen and op excepted; points into in and rt. */
 void pd_describe(const struct pd_runtime *rt, const struct pd_intake *in, struct pd_kvdesc *d);
-/* The plan, with ranges no longer than a step's tokens, so that layers leave as they are computed; and the payload's numbers. */
+/* The plan, with ranges no longer than a step's tokens, so that layers leave as they are computed (in daemons of a few blocks, so that what decode holds
+ * already need not be sent); and the payload's numbers. */
 int pd_describe_plan(const struct pd_runtime *rt, struct pd_kvdesc *d, struct pd_plan *plan, struct pd_err *e);
 /* Can the descriptor be written at all? The request inside it may be nested too deep for one more level, or leave no room (max_record 0: 16 MiB): PD_EFAIL. It
  * fails alone, before anything of it is sent. */

@@ -192,7 +192,7 @@ struct pd_import {
     struct pd_kvdesc offer;             /* its pointers lead into `arena` or are NULL */
     struct pd_buf request;              /* the offer's request, encoded: compared with the closing one */
     struct pd_arena arena;
-    uint32_t *blocks, n_taken;
+    uint32_t *blocks, n_taken, n_held;
     struct iovec *iov;                  /* [2 * chunk_blocks] */
     unsigned converts;                  /* PD_CONV_*: what differs between the payload's layout and the pool's */
     struct pd_kv_form form;             /* the payload's */
@@ -303,7 +303,7 @@ static int keep_offer(struct pd_import *im, const struct pd_kvdesc *offer, struc
 
 int pd_import_begin(struct pd_pool *p, const struct pd_kvdesc *offer, struct pd_import **out, struct pd_err *e)
 {
-    return pd_import_begin_with(p, offer, NULL, out, NULL, e);
+    return pd_import_begin_with(p, offer, NULL, out, e);
 }
 
 /* What converting needs. */
@@ -323,10 +323,10 @@ static int set_form(struct pd_import *im, struct pd_err *e)
 }
 
 /* The block table: held ones, then the peer's where they can be read in place, then own ones. n_taken counts references held, so that any failure gives them back. */
-static int take_blocks(struct pd_import *im, const struct pd_import_opts *o, uint32_t n_held, struct pd_err *e)
+static int take_blocks(struct pd_import *im, const struct pd_import_opts *o, struct pd_err *e)
 {
     uint32_t full = im->offer.n_tokens / im->offer.layout.block_size;
-    for (; im->n_taken < n_held; im->n_taken++)
+    for (; im->n_taken < im->n_held; im->n_taken++)
         pd_pool_ref(im->pool, im->blocks[im->n_taken] = o->held[im->n_taken]);
     while (o->lend && o->from && !im->converts && im->n_taken < full) {
         uint32_t theirs = o->from_blocks[im->n_taken], per = pd_slabs_shape(o->from)->slab_blocks;
@@ -361,7 +361,7 @@ static int keep_from(struct pd_import *im, struct pd_slabs *from, const uint32_t
     return 0;
 }
 
-int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, uint32_t *n_used, struct pd_err *e)
+int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, struct pd_err *e)
 {
     static const struct pd_import_opts none;
     struct pd_plan plan;
@@ -382,7 +382,8 @@ int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const
         rc = pd_fail(e, PD_EINCOMPAT, "run %s: what has to be converted cannot be written straight into its place (%s)", offer->run, o->landing);
         goto out;
     }
-    uint32_t held_ranges = im->converts ? 0 : (o->n_held < plan.n_blocks ? o->n_held : plan.n_blocks) / plan.chunk_blocks, n_held = held_ranges * plan.chunk_blocks;
+    uint32_t held_ranges = im->converts ? 0 : (o->n_held < plan.n_blocks ? o->n_held : plan.n_blocks) / plan.chunk_blocks;
+    im->n_held = held_ranges * plan.chunk_blocks;
     rc = PD_ENOMEM;
     if (!(im->blocks = pd_calloc(im->n_table, sizeof *im->blocks, "KV block table", e)) ||
         !(im->iov = pd_calloc((size_t)plan.chunk_blocks * 2, sizeof *im->iov, "KV pieces", e)) ||
@@ -390,14 +391,12 @@ int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const
         goto out;
     if ((rc = keep_from(im, o->from, o->from_blocks, e)))
         goto out;
-    if (!im->look && (rc = take_blocks(im, o, n_held, e))) {
+    if (!im->look && (rc = take_blocks(im, o, e))) {
         pd_err_prefix(e, "run %s", offer->run);
         goto out;
     }
     for (uint32_t i = 0; i < held_ranges * plan.layers; i++, im->n_seen++)
         im->seen[i / 64] |= (uint64_t)1 << (i % 64);
-    if (n_used)
-        *n_used = n_held;
     *out = im;
     return 0;
 out:
@@ -664,6 +663,7 @@ int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, const 
 }
 
 uint32_t pd_import_missing(const struct pd_import *im) { return im->plan.n_chunks - im->n_seen; }
+uint32_t pd_import_held(const struct pd_import *im) { return im->n_held; }
 bool pd_import_in_place(const struct pd_import *im) { return im->in_place; }
 const uint32_t *pd_import_blocks(const struct pd_import *im) { return im->look ? NULL : im->blocks; }
 const struct pd_plan *pd_import_plan(const struct pd_import *im) { return &im->plan; }

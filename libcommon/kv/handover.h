@@ -33,7 +33,7 @@ int pd_import_repeats(const struct pd_import *im, const struct pd_kvdesc *kv, st
 int pd_import_finish(struct pd_import *im, const struct pd_kvdesc *kv, struct pd_err *e);
 /* The same with more at hand (o may be NULL).
  * held: blocks of this pool that hold the run's beginning already: chunks that lie wholly in them count as come, and the rest of them is dropped. The import
- * takes a reference of its own of each that it uses; *n_used says how many.
+ * takes a reference of its own of each that it uses (pd_import_held of them).
  * from, from_blocks [n_blocks]: the payload (scheme shm) lies in another process's slabs, in its blocks of these numbers. lend: read it in place where the
  * slabs have the pool's shape: full blocks stand in the block table as the peer's, only a last block that is not full is copied. from outlives the import.
  * look: only look: each chunk is checked, nothing is kept and no block taken (the caller passes the bytes on).
@@ -47,7 +47,7 @@ struct pd_import_opts {
     unsigned convert;
     const char *landing;
 };
-int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, uint32_t *n_used, struct pd_err *e);
+int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, struct pd_err *e);
 /* A chunk that lies in the peer's memory, or has landed: copied where that is not where it will be used, then what will be used is held against its checksum. Errors as pd_import_chunk. */
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e);
 /* The same run offered again, after its link died: the import goes on, with what was verified. PD_ECORRUPT: not that run, generation, tokens, layout.
@@ -55,6 +55,7 @@ int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd
 int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_err *e);
 uint32_t pd_import_missing(const struct pd_import *im);                         /* chunks */
 unsigned pd_import_converts(const struct pd_import *im);                        /* what it converts */
+uint32_t pd_import_held(const struct pd_import *im);                            /* blocks that were here before */
 bool pd_import_in_place(const struct pd_import *im);                            /* some block is read where the peer has it */
 uint32_t *pd_import_take(struct pd_import *im, uint32_t *n_blocks);             /* ownership of the block table (pd_free) and of one reference each; NULL unless finish said 0 */
 /* For salvage: the block table although chunks are missing (their memory is zero), and whether a chunk came and was verified. */

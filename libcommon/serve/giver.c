@@ -52,18 +52,18 @@ void pd_gv_fail(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *wh
     let_go(g, r);
 }
 
-void pd_gv_not_given(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why)
+void pd_gv_not_given(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why, const char *action)
 {
     if (r->settled || r->failed || r->no_d.code || atomic_load(&r->d.cancelled))
         return;
     if (!r->kv_told) {
-        pd_gv_fail(g, r, why, "retry");
+        pd_gv_fail(g, r, why, action);
         return;
     }
     r->no_d = *why;
     pd_metric_add(g->m_not_given, 1);
     pd_warn("run %s: %s", r->d.name, why->msg);
-    put_error(g, r, why, "retry");
+    put_error(g, r, why, action);
 }
 
 struct pd_kvdesc pd_gv_desc(const struct pd_gv_run *r)
@@ -213,8 +213,10 @@ static bool again(void *ctx, struct pd_desk_run *dr, struct pd_client *from, con
     r->peer = p;
     memcpy(r->op, route->op, sizeof r->op);
     pd_desk_move(g->desk, dr, from);
-    if (new)
+    if (new) {
         r->settled = r->kv_told = false;
+        r->n_lost = 0;
+    }
     if (new && r->move && r->link != p->link) {         /* the old attempt's: it ends by itself, beside the new one */
         pd_move_set(r->move, NULL);
         pd_metric_add(g->m_moves, -1);
@@ -283,6 +285,7 @@ static void on_lease(void *ctx, enum pd_lease_step step, const struct pd_lease_i
     if (step != PD_LEASE_STEP_RELEASED && step != PD_LEASE_STEP_EXPIRED && step != PD_LEASE_STEP_REVOKED)
         return;
     if (r && r->leased && !memcmp(r->lease, l->id, sizeof r->lease)) {
+        r->settled |= step == PD_LEASE_STEP_RELEASED && !r->moved_on;       /* its decode worker has it, whichever connection says so */
         r->leased = false;
         r->lease_over = true;
     }
@@ -304,7 +307,7 @@ static void on_tidy(void *ctx)
             continue;
         if (r->published && !r->settled && !r->failed && !r->no_d.code && !r->move) {
             pd_fail(&e, PD_ETIME, "its lease ended before a decode worker had its KV");
-            pd_gv_not_given(g, r, &e);
+            pd_gv_not_given(g, r, &e, "retry");
         } else if (!r->published && !r->failed) {
             pd_fail(&e, PD_ETIME, "its lease ended while it was being computed");
             pd_gv_fail(g, r, &e, "retry");

@@ -30,6 +30,7 @@ struct pd_gv_run {
     struct pd_move *move;       /* on its way, */
     struct pd_link *link;       /* over this */
     bool moved_on;              /* it is that of an attempt before this one */
+    uint32_t n_lost;            /* connections that were lost while it was on its way, in this attempt */
     uint64_t sum;               /* of the request less what an attempt changes */
     /* published: it is computed; kv_told: the client has its kv; settled: the decode worker has its KV; failed: its error was put */
     bool leased, lease_over, published, kv_told, settled, failed, dropping;
@@ -68,7 +69,8 @@ struct pd_giver {
     _Atomic uint64_t prompt_left;       /* after the last step */
     _Atomic uint32_t waiting;
     /* counted by both */
-    struct pd_metric *m_rows, *m_cached, *m_steps, *m_seqs, *m_blocks[3], *m_ends[4], *m_lease[7], *m_live, *m_leased, *m_moves, *m_given[2], *m_given_bytes, *m_not_given, *m_links, *m_tokens;
+    struct pd_metric *m_rows, *m_cached, *m_steps, *m_seqs, *m_blocks[3], *m_ends[4], *m_lease[7], *m_live,
+        *m_leased, *m_moves, *m_given[2], *m_given_bytes, *m_not_given, *m_links, *m_tokens;
 };
 
 /* giver_prefill.c: the thread's */
@@ -91,8 +93,8 @@ void pd_gv_on_link(void *g, struct pd_link *k, const struct pd_xfer_event *ev);
 
 /* giver.c: answers */
 void pd_gv_fail(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why, const char *action);         /* the run fails, before its kv was told */
-/* The decode worker has no KV of it, and does not know. It is kept for a while, for another to take up. */
-void pd_gv_not_given(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why);
+/* The decode worker has no KV of it. It is kept for a while, for another to take up. */
+void pd_gv_not_given(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why, const char *action);
 void pd_gv_put_kv(struct pd_giver *g, struct pd_gv_run *r);     /* the client's answer, once the KV is there and its decode worker has it offered */
 void pd_gv_end_lease(struct pd_giver *g, struct pd_gv_run *r, const char *cause);
 void pd_gv_settle(struct pd_giver *g, struct pd_gv_run *r);     /* it may be over */

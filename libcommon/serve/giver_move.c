@@ -3,7 +3,8 @@
 #include "../base/log.h"
 #include "giver_in.h"
 
-enum { REACH_US = 2000000 /* to reach a decode worker */, AGAIN_US = 20000, AGAIN_MOST_US = 500000 };
+enum { REACH_US = 2000000 /* to reach a decode worker */, AGAIN_US = 20000, AGAIN_MOST_US = 500000,
+       LOST_MOST = 4 /* connections that one KV may lose */ };
 
 /* ---- one hand-over ---- */
 
@@ -31,11 +32,12 @@ void pd_gv_try(struct pd_giver *g, struct pd_gv_run *r)
     struct pd_kvdesc d = pd_gv_desc(r);
     struct pd_give give = { .desc = &d, .blocks = r->blocks, .chunk_blocks = r->plan.chunk_blocks, .via = pd_link_via(r->peer->link) };
     memcpy(give.lease, r->lease, sizeof give.lease);
-    pd_gv_step(g, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL, r->lease);
+    if (!r->n_lost)
+        pd_gv_step(g, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL, r->lease);
     int rc = pd_give(pd_link_xfer(r->peer->link), &give, pd_mono_us(), &r->move, &e);
     if (rc < 0) {
         r->move = NULL;
-        pd_gv_not_given(g, r, &e);
+        pd_gv_not_given(g, r, &e, "retry");
         return;
     }
     r->link = r->peer->link;
@@ -53,6 +55,8 @@ static void move_over(struct pd_giver *g, struct pd_gv_run *r, struct pd_link *k
 {
     bool lost = !pd_xfer_open(pd_link_xfer(k)), moved_on = r->moved_on;
     struct pd_err why = ev->err;
+    bool goes_on = lost && r->leased && (why.code == PD_ECANCEL || why.code == PD_ENOMEM) && !r->failed && !atomic_load(&r->d.cancelled) &&
+                   r->n_lost < LOST_MOST;
     r->move = NULL;
     r->link = NULL;
     r->moved_on = false;
@@ -63,14 +67,18 @@ static void move_over(struct pd_giver *g, struct pd_gv_run *r, struct pd_link *k
         pd_gv_try(g, r);
     else if (ev->kind == PD_XE_RELEASED || r->settled)
         pd_gv_end_lease(g, r, "the decode worker has it");
+    else if (goes_on)           /* it is connected to anew, and what it has not got is offered again */
+        r->n_lost++;
     else if (lost) {
         pd_err_prefix(&why, "its KV did not reach the decode worker");
-        pd_gv_not_given(g, r, &why);
-    } else if (!r->kv_told && !atomic_load(&r->d.cancelled)) {
-        pd_err_prefix(&why, "its KV is not wanted");
-        pd_gv_fail(g, r, &why, "recompute");
-    } else
+        pd_gv_not_given(g, r, &why, "retry");
+    } else {
+        if (!atomic_load(&r->d.cancelled) && (!r->kv_told || ev->kind == PD_XE_FAILED)) {
+            pd_err_prefix(&why, "its KV is not wanted");
+            pd_gv_not_given(g, r, &why, "recompute");
+        }
         pd_gv_end_lease(g, r, "the decode worker does not want it");
+    }
     struct pd_gv_run *heir = (struct pd_gv_run *)pd_desk_find(g->desk, r->d.name, PD_RUN_LEN);
     if (heir && heir != r)
         pd_gv_try(g, heir);
@@ -83,11 +91,12 @@ void pd_gv_close(struct pd_giver *g, struct pd_gv_run *r)
     struct pd_err e;
     if (pd_give_finish(r->move, &d, &e) < 0) {
         if (e.code != PD_ECANCEL)       /* else its last event is coming */
-            pd_gv_not_given(g, r, &e);
+            pd_gv_not_given(g, r, &e, "retry");
         return;
     }
     pd_link_soon(r->peer->link);
-    pd_gv_put_kv(g, r);
+    if (!r->kv_told)
+        pd_gv_put_kv(g, r);
 }
 
 /* ---- decode workers ---- */
@@ -102,7 +111,7 @@ static void fail_waiting(struct pd_gv_peer *p, const struct pd_err *why)
     for (struct pd_gv_run *r = (void *)pd_desk_first(p->g->desk), *next; r; r = next) {
         next = (void *)r->d.node.next;
         if (waits(r, p))
-            pd_gv_not_given(p->g, r, why);
+            pd_gv_not_given(p->g, r, why, "retry");
     }
 }
 

@@ -5,7 +5,8 @@
 #include "taker.h"
 
 enum { LOOK_US = 20000,         /* for room, while something waits for it */
-       DEAD = 1024 };           /* offers that ended before their run came: remembered at most */
+       DEAD = 1024,             /* offers that ended before their run came: remembered at most */
+       UNACKED_US = 60000000, UNACKED_MOST = 1024 };
 
 /* An offer whose run has not been heard of. m NULL: it has ended, for this reason. */
 struct early {
@@ -18,6 +19,9 @@ struct early {
     const char *kind;
     struct pd_err why;
 };
+
+/* What was verified and is in use, and the prefill worker may not know. */
+struct unacked { struct unacked *next; char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN], lease[PD_LEASE_ID_LEN]; bool has_lease; int64_t since; };
 
 /* KV that is read in place. Its move lives until the run is over, or the lease. */
 struct pd_pin { struct pd_taker *t; struct pd_pin *next; struct pd_move *m /* NULL: over */; struct pd_link *k; };
@@ -33,9 +37,10 @@ struct pd_taker {
     struct pd_expect *room, **last_room;
     struct early *early;
     uint32_t n_dead;
+    struct unacked *unacked, **last_unacked; uint32_t n_unacked;
     struct pd_timer *timer;
     struct pd_taker_counts n;
-    struct pd_metric *m_taken[2], *m_bytes, *m_us, *m_failed;
+    struct pd_metric *m_taken[2], *m_bytes, *m_us, *m_held, *m_resumed;
     struct pd_metrics *metrics;
 };
 
@@ -116,6 +121,8 @@ static void set_timer(struct pd_taker *t)
     for (struct early *y = t->early; y; y = y->next)
         if (y->since + PD_TAKER_EARLY_US < next)
             next = y->since + PD_TAKER_EARLY_US;
+    if (t->unacked && t->unacked->since + UNACKED_US < next)
+        next = t->unacked->since + UNACKED_US;
     if (t->room && now + LOOK_US < next)
         next = now + LOOK_US;
     if (next == INT64_MAX)
@@ -139,15 +146,23 @@ static void leave_room(struct pd_taker *t, struct pd_expect *x)
     t->n.waiting--;
 }
 
+static void unpark(struct pd_expect *x)
+{
+    pd_import_free(x->parked);
+    x->parked = NULL;
+}
+
 static void end(struct pd_taker *t, struct pd_expect *x)
 {
     leave_room(t, x);
+    unpark(x);
     if (x->move) {
         pd_move_set(x->move, NULL);
         t->n.moving -= x->accepted;
     }
     x->move = NULL;
     x->accepted = x->expected = false;
+    memset(x->gen, 0, sizeof x->gen);
     pd_keyed_remove(&t->expected, x);
 }
 
@@ -163,25 +178,39 @@ static void fail(struct pd_taker *t, struct pd_expect *x, const char *kind, cons
     t->ops.failed(t->ops.ctx, x, kind, why);
 }
 
-static const char *kind_of(const struct pd_xfer_event *ev, bool lost)
+static const char *kind_of(const struct pd_xfer_event *ev, const struct pd_expect *x)
 {
+    if (x && x->wants_room)
+        return "out_of_blocks"; /* whoever lost patience */
     switch (ev->err.code) {
     case PD_EINCOMPAT: return "fingerprint_mismatch";
     case PD_ECORRUPT: return "integrity";
     case PD_ENOMEM: return "out_of_blocks";
     case PD_ETIME: return strstr(ev->err.msg, "lease") ? "lease_ended" : "transfer_timeout";
-    default: return lost ? "prefill_worker_gone" : ev->kind == PD_XE_CANCELLED ? "lease_ended" : "kv_failed";
+    default: return ev->kind == PD_XE_CANCELLED ? "lease_ended" : "kv_failed";
     }
 }
 
 static const char GONE[] = "prefill_worker_gone";
 
-/* Its offer is over. Its prefill worker went away before the kv came (GONE): the router, which knows that, may have another; else it is computed here. */
+/* Its offer is over. The connection is lost (GONE): its prefill worker may come back and go on, or the router, which knows more, have another; else it is
+ * computed here. */
 static void offer_over(struct pd_expect *x, const char *kind, const struct pd_err *why)
 {
     x->kind = kind;
     x->why = *why;
     x->give_up = pd_mono_us() + (kind == GONE ? PD_TAKER_WORD_US : 0);
+}
+
+static void connection_lost(struct pd_taker *t, struct pd_expect *x, const struct pd_err *why)
+{
+    leave_room(t, x);
+    if (x->accepted)
+        x->parked = pd_take_park(x->move);
+    t->n.moving -= x->accepted;
+    x->move = NULL;
+    x->accepted = false;
+    offer_over(x, GONE, why);
 }
 
 static uint32_t blocks_of(const struct pd_taker *t, const struct pd_kvdesc *d)
@@ -190,14 +219,44 @@ static uint32_t blocks_of(const struct pd_taker *t, const struct pd_kvdesc *d)
     return (uint32_t)(((uint64_t)d->n_tokens + bs - 1) / bs);
 }
 
+/* The blocks that are here of what is offered, with a reference of each; NULL: none. KV of another numerics class, or version, is not mixed with ours. */
+static uint32_t *held_of(const struct pd_taker *t, const struct pd_expect *x, const struct pd_kvdesc *d, uint32_t *n)
+{
+    uint32_t most = d->n_tokens / (uint32_t)pd_pool_geom(t->o.rt->pool)->block_size, *held;
+    *n = 0;
+    if (!t->o.rt->prefix || !most || memcmp(d->fp_sha, t->o.rt->fp.sha, sizeof d->fp_sha) || !(held = pd_calloc(most, sizeof *held, "blocks held", NULL)))
+        return NULL;
+    *n = pd_prefix_take(t->o.rt->prefix, &x->key, d->token_ids, d->n_tokens, held, most);
+    return held;
+}
+
+static bool goes_on(const struct pd_expect *x, const struct pd_kvdesc *d) { return x->parked && !memcmp(x->gen, d->gen, sizeof x->gen); }
+
 static void accept(struct pd_taker *t, struct pd_expect *x)
 {
     int64_t now = pd_mono_us();
-    struct pd_take how = { .in_place = t->o.in_place, .deadline = x->transfer_us ? now + x->transfer_us : 0 };
+    const struct pd_kvdesc *d = pd_move_desc(x->move);
+    struct pd_take how = { .in_place = t->o.in_place };
+    uint32_t *held = NULL;
+    if (goes_on(x, d)) {
+        how.resume = x->parked;
+        x->parked = NULL;
+        t->n.resumed++;
+        pd_metric_add(t->m_resumed, 1);
+    } else
+        how.held = held = held_of(t, x, d, &how.n_held);
+    if (memcmp(x->gen, d->gen, sizeof x->gen)) {
+        memcpy(x->gen, d->gen, sizeof x->gen);
+        x->deadline = x->transfer_us ? now + x->transfer_us : 0;
+        t->ops.started(t->ops.ctx, x, d);
+    }
+    how.deadline = x->deadline;
     x->accepted = true;
     t->n.moving++;
-    t->ops.started(t->ops.ctx, x, pd_move_desc(x->move));
     pd_take(x->move, &how, now, NULL);  /* a failure is an event */
+    for (uint32_t i = 0; i < how.n_held; i++)
+        pd_pool_put(t->o.rt->pool, held[i]);
+    pd_free(held);
     pd_link_soon(x->link);
 }
 
@@ -221,6 +280,11 @@ static void offered(struct pd_taker *t, struct pd_expect *x, struct pd_move *m, 
     pd_move_set(m, x);
     x->move = m;
     x->link = k;
+    if (goes_on(x, pd_move_desc(m))) {  /* it has its blocks */
+        accept(t, x);
+        return;
+    }
+    unpark(x);
     x->t_offer = pd_mono_us();
     x->wants_room = true;
     x->next_room = NULL;
@@ -307,7 +371,8 @@ static void on_offer(struct pd_taker *t, struct pd_link *k, struct pd_move *m)
 
 static void on_taken(struct pd_taker *t, struct pd_expect *x, const struct pd_xfer_event *ev)
 {
-    struct pd_kv_in kv = { .bytes = ev->bytes, .converted = pd_take_converts(ev->move), .us = pd_mono_us() - x->t_offer };
+    uint32_t held = pd_take_held(ev->move), bs = (uint32_t)pd_pool_geom(t->o.rt->pool)->block_size;
+    struct pd_kv_in kv = { .bytes = ev->bytes, .held_tokens = held * bs, .converted = pd_take_converts(ev->move), .us = pd_mono_us() - x->t_offer };
     struct pd_buf b = { 0 };
     struct pd_err e;
     int rc = pd_kvdesc_encode(pd_move_desc(ev->move), &b, &e);
@@ -328,10 +393,65 @@ static void on_taken(struct pd_taker *t, struct pd_expect *x, const struct pd_xf
     t->n.taken[shm]++;
     t->n.bytes += ev->bytes;
     pd_metric_add(t->m_taken[shm], 1);
+    t->n.held_blocks += held;
+    pd_metric_add(t->m_held, held);
     pd_metric_add(t->m_bytes, (int64_t)ev->bytes);
     pd_metric_observe(t->m_us, kv.us);
     end(t, x);
     t->ops.taken(t->ops.ctx, x, &kv);
+}
+
+/* It ended before we heard of its offer, or while that waited for its run: the run, if it is here, need not wait for it. */
+static void never_came(struct pd_taker *t, const struct pd_xfer_event *ev, const char *kind)
+{
+    const struct pd_kvdesc *d = pd_move_desc(ev->move);
+    struct pd_expect *x = pd_keyed_find(&t->expected, d->run, PD_RUN_LEN);
+    early_over(t, ev->move, kind, &ev->err);
+    if (x && !x->move && kind != GONE && !memcmp(x->op, d->op, sizeof x->op))
+        fail(t, x, kind, &ev->err);
+}
+
+static void drop_unacked(struct pd_taker *t, struct unacked **q)
+{
+    struct unacked *u = *q;
+    if (!(*q = u->next))
+        t->last_unacked = q;
+    t->n_unacked--;
+    pd_free(u);
+}
+
+static void keep_unacked(struct pd_taker *t, const struct pd_move *m)
+{
+    struct unacked *u = pd_calloc(1, sizeof *u, "a release", NULL);
+    if (!u)                     /* its lease runs out there */
+        return;
+    const uint8_t *lease = pd_move_lease(m);
+    *u = (struct unacked){ .has_lease = lease != NULL, .since = pd_mono_us() };
+    memcpy(u->run, pd_move_run(m), sizeof u->run);
+    memcpy(u->gen, pd_move_gen(m), sizeof u->gen);
+    if (lease)
+        memcpy(u->lease, lease, sizeof u->lease);
+    *t->last_unacked = u;
+    t->last_unacked = &u->next;
+    if (++t->n_unacked > UNACKED_MOST)
+        drop_unacked(t, &t->unacked);
+}
+
+/* A prefill worker is there again: it is told what it may not know. */
+static void commit(struct pd_taker *t, struct pd_link *k, const struct pd_hello *peer)
+{
+    for (struct unacked **q = &t->unacked; *q;) {
+        struct unacked *u = *q;
+        if (memcmp(u->gen, peer->life, sizeof peer->life)) {
+            q = &u->next;
+            continue;
+        }
+        if (pd_xfer_commit(pd_link_xfer(k), u->run, u->gen, u->has_lease ? u->lease : NULL, NULL) < 0)
+            return;
+        t->n.committed++;
+        drop_unacked(t, q);
+    }
+    pd_link_soon(k);
 }
 
 static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
@@ -346,6 +466,7 @@ static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *e
     case PD_XE_READY:
         if (ev->err.code)
             pd_warn("%.*s: %s: output may differ in the last bits", (int)peer->worker.n, peer->worker.p ? peer->worker.p : "", ev->err.msg);
+        commit(t, k, peer);
         break;
     case PD_XE_OFFERED: on_offer(t, k, ev->move); break;
     case PD_XE_TAKEN:
@@ -354,20 +475,16 @@ static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *e
         break;
     case PD_XE_FAILED: case PD_XE_CANCELLED: {
         bool lost = !pd_xfer_open(pd_link_xfer(k));
-        const char *kind = lost && pd_move_desc(ev->move)->offer ? GONE : kind_of(ev, lost);
-        if (x && kind == GONE) {
-            leave_room(t, x);
-            t->n.moving -= x->accepted;
-            x->move = NULL;
-            x->accepted = false;
-            offer_over(x, kind, &ev->err);
-        } else if (x) {
+        const char *kind = lost ? GONE : kind_of(ev, x);
+        if (x && lost)
+            connection_lost(t, x, &ev->err);
+        else if (x)
             fail(t, x, kind, &ev->err);
-        } else {
-            early_over(t, ev->move, kind, &ev->err);
-        }
+        else
+            never_came(t, ev, kind);
         break;
     }
+    case PD_XE_UNACKED: keep_unacked(t, ev->move); break;
     case PD_XE_CLOSED:
         if (ev->err.code != PD_ECANCEL)
             pd_error("a transfer connection ends: %s", ev->err.msg);
@@ -394,6 +511,8 @@ static void on_timer(void *ctx)
             bury(t, q, "kv_failed", &e);
         }
     }
+    while (t->unacked && now >= t->unacked->since + UNACKED_US)
+        drop_unacked(t, &t->unacked);
     for (struct pd_expect *x = (void *)t->expected.first, *next; x; x = next) {
         next = (void *)x->node.next;
         if (x->move || now < x->give_up)
@@ -450,12 +569,14 @@ bool pd_taker_give_up_one(struct pd_taker *t)
 {
     struct pd_expect *x = (void *)t->expected.last;
     struct pd_err e;
-    while (x && !x->accepted)
+    while (x && !x->accepted && !x->parked)
         x = (void *)x->node.prev;
     if (!x)
         return false;
-    pd_move_cancel(x->move, "its blocks are needed", pd_mono_us());
-    pd_link_soon(x->link);
+    if (x->move) {
+        pd_move_cancel(x->move, "its blocks are needed", pd_mono_us());
+        pd_link_soon(x->link);
+    }
     pd_fail(&e, PD_ENOMEM, "its blocks were needed by runs that decode already (raise --kv-mem)");
     fail(t, x, "out_of_blocks", &e);
     return true;
@@ -480,6 +601,7 @@ int pd_taker_new(const struct pd_taker_opts *o, const struct pd_taker_ops *ops, 
     t->o = *o;
     t->ops = *ops;
     t->last_room = &t->room;
+    t->last_unacked = &t->unacked;
     pthread_mutex_init(&t->lock, NULL);
     *out = t;
     return 0;
@@ -489,6 +611,8 @@ int pd_taker_on(struct pd_taker *t, struct pd_loop *l, struct pd_metrics *m, str
 {
     const struct pd_metric_about taken = { .name = "pd_taken_total", .help = "KV taken and verified.", .type = PD_COUNTER, .label = { "scheme" } },
         bytes = { .name = "pd_taken_bytes_total", .help = "Bytes of KV taken.", .type = PD_COUNTER },
+        held = { .name = "pd_held_blocks_total", .help = "Blocks of offered KV that were here already, and were not sent.", .type = PD_COUNTER },
+        resumed = { .name = "pd_resumed_total", .help = "Transfers that went on over another connection.", .type = PD_COUNTER },
         us = { .name = "pd_transfer_seconds", .help = "From the offer of KV to its verification.", .type = PD_HISTOGRAM, .scale = 6,
                .bounds = pd_latency_bounds, .n_bounds = pd_n_latency_bounds };
     t->l = l;
@@ -501,6 +625,8 @@ int pd_taker_on(struct pd_taker *t, struct pd_loop *l, struct pd_metrics *m, str
     rc = rc ? rc : pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ "inline" }, &t->m_taken[0], e);
     rc = rc ? rc : pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ "shm" }, &t->m_taken[1], e);
     rc = rc ? rc : pd_metric_get(m, &bytes, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_bytes, e);
+    rc = rc ? rc : pd_metric_get(m, &held, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_held, e);
+    rc = rc ? rc : pd_metric_get(m, &resumed, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_resumed, e);
     return rc ? rc : pd_metric_get(m, &us, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_us, e);
 }
 
@@ -511,6 +637,8 @@ void pd_taker_free(struct pd_taker *t)
     pd_links_free(&t->links);
     while (t->early)
         drop_early(t, &t->early);
+    while (t->unacked)
+        drop_unacked(t, &t->unacked);
     pd_keyed_free(&t->expected);
     pd_timer_free(t->timer);
     pthread_mutex_destroy(&t->lock);

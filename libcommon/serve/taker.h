@@ -1,8 +1,13 @@
 /* The KV that a decode worker expects from prefill workers: who dials in, offers, what was taken, and what did not come.
  *
  * A run that is expected (pd_taker_expect) takes the offer of its name and op, from whichever prefill worker brings it; one that came first waits for its
- * run, PD_TAKER_EARLY_US at the most, and if it ends meanwhile, its run, when it comes, is computed here at once. An offer of a run that is here and not expected is refused. What was offered waits until the pool has room for it beside
- * what is being decoded, in order of arrival. Each expectation ends by one call: `taken` or `failed`, unless pd_taker_forget ends it.
+ * run, PD_TAKER_EARLY_US at the most, and if it ends meanwhile, its run, when it comes, is computed here at once. An offer of a run that is here and not
+ * expected is refused. What was offered waits until the pool has room for it beside what is being decoded, in order of arrival. Each expectation ends by one call: `taken` or `failed`, unless pd_taker_forget ends it.
+ *
+ * Blocks that the prefix cache holds of an offer's tokens are not sent: they stand in the block table with a reference, in whole chunks.
+ * A connection that is lost leaves what was verified parked, with its blocks: when the prefill worker offers the same generation again within
+ * PD_TAKER_WORD_US only the rest is sent. One that is lost when all was verified leaves a release that nobody has acknowledged: the next connection to
+ * the same life of that prefill worker carries it (pd_xfer_commit).
  * The loop's. */
 #ifndef PD_SERVE_TAKER_H
 #define PD_SERVE_TAKER_H
@@ -16,13 +21,16 @@
 struct pd_expect {              /* part of a run */
     struct pd_node node;        /* by the run's name */
     uint8_t op[16];
+    struct pd_prefix_key key;   /* of its prompt, for what is here of it; lives as long as it is expected */
     bool expected;
     struct pd_move *move;       /* its offer, or NULL */
     struct pd_link *link;
     bool accepted;
     int64_t give_up, transfer_us;       /* no offer by then (mono us); how long a transfer may take, 0: as long as something comes */
-    int64_t t_offer;
-    const char *kind;           /* its offer is over, why: it is computed here at give_up; until then the router may name another prefill worker */
+    int64_t t_offer, deadline;  /* of the transfer: mono us; 0: none yet */
+    uint8_t gen[PD_GEN_LEN];    /* whose transfer has begun; */
+    struct pd_import *parked;   /* what is here of it, after its connection was lost */
+    const char *kind;           /* its offer is over, why: it is computed here at give_up, unless it is offered again, or the router names another worker */
     struct pd_err why;
     struct pd_expect *next_room;        /* waiting for room */
     bool wants_room;
@@ -31,7 +39,8 @@ struct pd_kv_in {               /* what was taken */
     struct pd_kvdesc desc;      /* in mem */
     struct pd_arena mem;
     uint32_t *blocks, n_blocks;         /* a reference of each */
-    uint64_t bytes;
+    uint64_t bytes;             /* that came */
+    uint32_t held_tokens;       /* those whose KV was here already */
     int64_t us;                 /* from the offer on */
     unsigned converted;         /* PD_CONV_* */
     struct pd_pin *pin;         /* some blocks lie in the prefill worker's memory, under its lease; NULL: all are our own */
@@ -61,6 +70,9 @@ void pd_taker_forget(struct pd_taker *t, struct pd_expect *x, const char *cause)
 void pd_taker_room(struct pd_taker *t);         /* blocks may have come back, give_up has changed */
 bool pd_taker_give_up_one(struct pd_taker *t);          /* the youngest that holds blocks: `failed`, out_of_blocks. false: none holds any */
 void pd_taker_close(struct pd_taker *t);        /* drain: the connections, as soon as nothing is on its way */
-struct pd_taker_counts { uint32_t links, expected, waiting /* for room */, moving, early, pinned /* read in place now */; uint64_t taken[2] /* inline, shm */, bytes, failed; };
+struct pd_taker_counts {
+    uint32_t links, expected, waiting /* for room */, moving, early, pinned /* read in place now */;
+    uint64_t taken[2] /* inline, shm */, bytes, failed, held_blocks /* that were not sent */, resumed, committed /* releases told over another connection */;
+};
 struct pd_taker_counts pd_taker_counts(const struct pd_taker *t);
 #endif

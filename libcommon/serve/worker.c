@@ -154,6 +154,7 @@ static void submit(struct worker *w, struct run *r, struct pd_dc_run *dr)
         dr->kv_bytes = r->kv.bytes;
         dr->kv_us = r->kv.us;
         dr->converted = r->kv.converted;
+        dr->cached = r->kv.held_tokens;
         blocks = r->kv.blocks;
         n = r->kv.n_blocks;
         r->kv.n_blocks = 0;     /* their references go to the batch */
@@ -349,6 +350,7 @@ static int admit(void *ctx, struct pd_desk_run *d, struct pd_err *e)
         return 0;
     }
     memcpy(r->x.op, d->route.op, sizeof r->x.op);
+    r->x.key = (struct pd_prefix_key){ d->in.req.adapter, d->in.req.cache_salt };
     r->x.give_up = pd_mono_us() + timeout_us(&d->in.req, "prefill", PREFILL_US);
     r->x.transfer_us = timeout_us(&d->in.req, "transfer", 0);
     return pd_taker_expect(w->taker, &r->x, d->name, e);
@@ -468,6 +470,9 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     put(to, "taken_shm", (int64_t)n.taken[1]);
     put(to, "taken_bytes", (int64_t)n.bytes);
     put(to, "not_taken", (int64_t)n.failed);
+    put(to, "held_blocks", (int64_t)n.held_blocks);
+    put(to, "resumed", (int64_t)n.resumed);
+    put(to, "committed", (int64_t)n.committed);
 }
 
 /* What a heartbeat says. Prompts that have not reached the batch count by the ids that they brought: the others are not tokenised yet. */

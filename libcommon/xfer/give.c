@@ -284,7 +284,8 @@ int pd_x_give_release(struct pd_xfer *x, const void *rec, size_t n)
         x->n.late++;
         goto out;
     }
-    if (m && m->state != M_VERIFIED) {
+    bool before = m && m->state == M_OFFERED;   /* it has it from the connection before this one: this offer is of no use */
+    if (m && m->state != M_VERIFIED && !before) {
         rc = pd_x_illegal(m, "release");
         goto out;
     }

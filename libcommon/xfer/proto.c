@@ -42,15 +42,8 @@ int pd_x_retire(struct pd_xfer *x, const char *run, const uint8_t *gen)
     return pd_seen_add(&x->gone, key, sizeof key, NULL) < 0 ? pd_x_fatal(x, PD_ENOMEM, "out of memory at the end of run %s", run) : 0;
 }
 
-struct pd_move *pd_x_new(struct pd_xfer *x, const char *run, const uint8_t *gen, struct pd_err *e)
+static struct pd_move *begin(struct pd_xfer *x, struct pd_move *m, const char *run, const uint8_t *gen)
 {
-    if (x->n.moves >= PD_XFER_MOVES) {
-        pd_fail(e, PD_ENOMEM, "run %s: %d hand-overs are open on this connection already", run, PD_XFER_MOVES);
-        return NULL;
-    }
-    struct pd_move *m = pd_calloc(1, sizeof *m, "hand-over", e);
-    if (!m)
-        return NULL;
     m->x = x;
     memcpy(m->run, run, PD_RUN_LEN);
     memcpy(m->gen, gen, PD_GEN_LEN);
@@ -59,6 +52,18 @@ struct pd_move *pd_x_new(struct pd_xfer *x, const char *run, const uint8_t *gen,
     x->moves = m;
     x->n.moves++;
     return m;
+}
+
+struct pd_move *pd_x_spare(struct pd_xfer *x, const char *run, const uint8_t *gen) { return x->spare.x ? NULL : begin(x, &x->spare, run, gen); }
+
+struct pd_move *pd_x_new(struct pd_xfer *x, const char *run, const uint8_t *gen, struct pd_err *e)
+{
+    if (x->n.moves >= PD_XFER_MOVES) {
+        pd_fail(e, PD_ENOMEM, "run %s: %d hand-overs are open on this connection already", run, PD_XFER_MOVES);
+        return NULL;
+    }
+    struct pd_move *m = pd_calloc(1, sizeof *m, "hand-over", e);
+    return m ? begin(x, m, run, gen) : NULL;
 }
 
 static void move_free(struct pd_move *m)
@@ -75,7 +80,10 @@ static void move_free(struct pd_move *m)
     pd_import_free(m->im);
     pd_buf_free(&m->kv);
     pd_arena_free(&m->arena);
-    pd_free(m);
+    if (m == &m->x->spare)
+        *m = (struct pd_move){ .x = NULL };
+    else
+        pd_free(m);
 }
 
 static void unlink_move(struct pd_xfer *x, struct pd_move *m)

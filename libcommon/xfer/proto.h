@@ -11,7 +11,8 @@
  *
  * Giving: the KV is under a lease of the caller's ledger, which the caller granted, filled and publishes. The move reads under it, renews it while it sends,
  * takes the peer's renewals, and releases it when the peer has. Revoking or expiring the lease fences the move and tells the peer (cancel).
- * Taking: nothing is usable before PD_XE_TAKEN: every chunk verified, and the closing kv repeats the offer. Failures that concern one run are told to the
+ * Taking: nothing is usable before PD_XE_TAKEN: every chunk verified, and the closing kv repeats the offer. An offer that is refused here without the caller
+ * (it does not fit what the two said hello with, there is no memory) is a PD_XE_FAILED of a move that he has not heard of: pd_move_desc says whose it was. Failures that concern one run are told to the
  * peer (error record with run and gen) and end that move alone; a record that cannot be (illegal in its state, malformed, of an unknown run) ends the
  * connection with an error record without a run, and every move with it. Late records of a move that is over are counted and dropped. */
 #ifndef PD_XFER_PROTO_H
@@ -117,6 +118,7 @@ void pd_take_release(struct pd_move *m, int64_t now);           /* in place: the
 const struct pd_import *pd_take_import(const struct pd_move *m);       /* after pd_take, until the move is over or its blocks were taken: what has come; or NULL */
 struct pd_import *pd_take_park(struct pd_move *m);              /* at PD_XE_FAILED by loss: the part that was verified, or NULL; pd_import_free */
 const struct pd_kvdesc *pd_move_desc(const struct pd_move *m);  /* taking: the offer, from TAKEN on the kv */
+uint32_t pd_take_held(const struct pd_move *m);                 /* of `held`, the blocks that are used and were not sent; until TAKEN is dealt with */
 /* Tell the giver, on a new connection, what UNACKED left open. lease: of the offer; NULL where it named none. */
 int pd_xfer_commit(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_LEN], const uint8_t *lease, struct pd_err *e);
 

@@ -79,6 +79,7 @@ struct pd_xfer {
     struct pd_seen gone;                /* run and gen of moves that are over */
     struct pd_xfer_counts n;
     struct pd_move *dying;              /* its last event was given */
+    struct pd_move spare;               /* taking: of an offer for which there is no other, so that its refusal is told here too; x NULL: free */
 };
 
 #define BIT(w, i) ((w)[(i) / 64] >> ((i) % 64) & 1)
@@ -89,6 +90,7 @@ struct pd_xfer {
 int pd_x_fatal(struct pd_xfer *x, int code, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 struct pd_move *pd_x_find(struct pd_xfer *x, const char *run, const uint8_t *gen /* NULL: any */);
 struct pd_move *pd_x_new(struct pd_xfer *x, const char *run, const uint8_t *gen, struct pd_err *e);
+struct pd_move *pd_x_spare(struct pd_xfer *x, const char *run, const uint8_t *gen);     /* the one kept for refusals; NULL: it is on its way */
 void pd_x_drop(struct pd_move *m);               /* one that nobody has heard of */
 int pd_x_retire(struct pd_xfer *x, const char *run, const uint8_t *gen);          /* from now on gone */
 bool pd_x_gone(const struct pd_xfer *x, const char *run, const uint8_t *gen);

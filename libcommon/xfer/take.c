@@ -34,6 +34,7 @@ struct pd_import *pd_take_park(struct pd_move *m)
 
 const struct pd_import *pd_take_import(const struct pd_move *m) { return m->im; }
 const struct pd_kvdesc *pd_move_desc(const struct pd_move *m) { return &m->desc; }
+uint32_t pd_take_held(const struct pd_move *m) { return m->im ? pd_import_held(m->im) : 0; }
 bool pd_take_in_place(const struct pd_move *m) { return m->in_place; }
 
 static int fail_now(struct pd_move *m, int code, const char *action, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
@@ -156,14 +157,15 @@ int pd_x_take_offer(struct pd_xfer *x, const void *rec, size_t n)
         goto out;
     }
     struct pd_move *m = pd_x_new(x, d.run, d.gen, &e);
-    if (!m) {
-        rc = pd_x_put_error(x, d.run, d.gen, &e, "refused");
+    bool refused = !m;
+    if (!m && !(m = pd_x_spare(x, d.run, d.gen))) {
+        rc = pd_x_fatal(x, PD_ENOMEM, "%s", e.msg);
         goto out;
     }
     m->arena = a;
     a = (struct pd_arena){ 0 };
     m->desc = d;
-    if (check_offer(x, m, &e))
+    if (refused || check_offer(x, m, &e))
         pd_x_fail(m, &e, "refused");
     else
         offer_on(m);
@@ -210,7 +212,8 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
         m->im = t->resume;
         rc = pd_import_resume(m->im, &m->desc, &o, &why);
     } else
-        rc = pd_import_begin_with(x->o.pool, &m->desc, &o, &m->im, &r.held, &why);
+        rc = pd_import_begin_with(x->o.pool, &m->desc, &o, &m->im, &why);
+    r.held = rc ? 0 : pd_import_held(m->im);
     uint32_t n_chunks = rc ? 0 : pd_import_plan(m->im)->n_chunks;
     size_t words = (n_chunks + (size_t)63) / 64;
     if (!rc && m->tr->sums && (!(m->sums = pd_calloc(n_chunks, sizeof *m->sums, "checksums", &why)) ||

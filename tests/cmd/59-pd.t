@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""P/D by real daemons on a tiny model, with the router played by script: KV by shm and inline, over Unix sockets, TCP and TLS, many runs at once, to the bit what the filter and the aggregated
-worker give; and at the end of each scene every count is back at its start, and the merged log of all keeps every rule."""
+"""P/D by real daemons on a tiny model, with the router played by script: KV by shm and inline, over Unix sockets, TCP and TLS, many runs at once, to the bit what
+the filter and the aggregated worker give; what the decode worker holds already is not sent; and at the end of each scene every count is back at its start, and
+the merged log of all keeps every rule."""
 import os
 import re
 import tempfile
@@ -118,5 +119,64 @@ r = R.remote(dict(reqs(1)[0], timeouts_ms={"prefill": 1000}), P, D)
 ok(R.wait([r]) and R.result(r)["mode"] == "local" and results(R, [r]).items() <= FILTER.items() and "converted" not in R.result(r), "without leave: computed here", R.got[r["run"]])
 ok("block_size differs (prefill 32, decode 16)" in D.said() + P.said(), "and the refusal names the field and both values", (D.said(), P.said()))
 close("without leave", R, P, D)
+
+# ---- blocks that the decode worker holds are not sent ----
+
+TOLD = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 2
+ASKED = [dict(id=i, prompt=TOLD + end, max_tokens=12, temperature=0.8, seed=i, ignore_eos=True) for i, end in
+         enumerate(("Who sleeps?", "And what does the dog do then, one wonders?", "", "Is it a red fox?"))]
+WANT = whole(ASKED)
+BLOCK, RANGE = 4096, 32     # bytes of KV of a block of 16 tokens; tokens of a chunk (--chunk 32)
+
+
+def given(P, R, runs):
+    """Bytes that went from P while these runs were served: (all well, bytes)."""
+    before = P.ledger()["given_bytes"]
+    rs = runs()
+    good = R.wait(rs) and results(R, rs).items() <= WANT.items() and all(R.result(r)["mode"] == "remote" and not R.result(r)["fallback"] for r in rs)
+    P.until({"moves": 0})
+    return good, [R.result(r) for r in rs], P.ledger()["given_bytes"] - before
+
+
+def size_of(x, held=0):
+    return ((x["prompt_tokens"] + 15) // 16 - held // 16) * BLOCK
+
+
+for how, via, args in (("inline", "inline", ()), ("shm, copied", "shm", ()), ("shm, in place", "shm", ("--in-place",))):
+    P = Worker(tmp.name, how + "P", "prefill", "--via", "shm,inline")
+    D = Worker(tmp.name, how + "D", "decode", "--via", via, *args)
+    R = Router(os.path.join(tmp.name, how + "R.trace"))
+    if args:                # what is read in place does not stay
+        a = R.local(ASKED[0], D)
+        ok(R.wait([a]) and results(R, [a]).items() <= WANT.items(), f"{how}: a run of its own", R.got)
+    else:
+        good, (x,), sent = given(P, R, lambda: [R.remote(ASKED[0], P, D)])
+        ok(good and sent == size_of(x) == x["kv_bytes"] and x["cached_tokens"] == 0 and x["transferred_tokens"] == x["prompt_tokens"], f"{how}: the first one is sent whole", (x, sent))
+    good, (x,), sent = given(P, R, lambda: [R.remote(ASKED[1], P, D)])
+    held = x["cached_tokens"]
+    ok(good and held >= 64 and held % RANGE == 0 and sent == size_of(x, held) == x["kv_bytes"], f"{how}: of one that begins alike the rest is sent, and it comes out the same",
+       (x, sent, D.ledger()))
+    ok(x["transferred_tokens"] == x["prompt_tokens"] - held and x["recomputed_tokens"] == 0 and D.ledger()["held_blocks"] == held // 16, f"{how}: and its result says so", x)
+    good, (x,), sent = given(P, R, lambda: [R.remote(ASKED[0], P, D)])
+    ok(good and x["cached_tokens"] >= held and sent == size_of(x, x["cached_tokens"]), f"{how}: the same again", (x, sent))
+    good, (x,), sent = given(P, R, lambda: [R.remote(dict(ASKED[3], cache_salt="another tenant"), P, D)])
+    ok(good and x["cached_tokens"] == 0 and sent == size_of(x), f"{how}: nothing of it for another tenant", (x, sent))
+    good, xs, sent = given(P, R, lambda: [R.remote(q, P, D) for q in ASKED * 5])
+    ok(good and sent == sum(size_of(x, x["cached_tokens"]) for x in xs) and all(x["cached_tokens"] for x in xs), f"{how}: twenty at once", (xs, sent))
+    close(how, R, P, D)
+
+for via in ("inline", "shm"):
+    P = Worker(tmp.name, via + "eP", "prefill")
+    D = Worker(tmp.name, via + "eD", "decode", "--via", via, mem="64KiB")      # 16 blocks
+    R = Router(os.path.join(tmp.name, via + "eR.trace"))
+    good, (x,), _ = given(P, R, lambda: [R.remote(ASKED[0], P, D)])
+    ok(good and D.ledger()["blocks_cached"] >= 7, f"{via}: held after the first", D.ledger())
+    others = [dict(id=f"other{i}", prompt=f"{i} tales of another kind: " * 10, max_tokens=20, seed=i, ignore_eos=True) for i in range(3)]
+    WANT.update(whole(others))
+    a = [R.local(q, D) for q in others]
+    ok(R.wait(a) and results(R, a).items() <= WANT.items(), f"{via}: others evict it", R.got)
+    good, (x,), sent = given(P, R, lambda: [R.remote(ASKED[1], P, D)])
+    ok(good and x["cached_tokens"] < held and sent == size_of(x, x["cached_tokens"]), f"{via}: what was evicted is sent again, and it comes out the same", (x, sent))
+    close(via + ", evicted", R, P, D)
 
 tap.done()

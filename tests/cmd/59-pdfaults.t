@@ -309,16 +309,20 @@ runs = [s.R.remote(q, P, D) for q in three]
 for r in runs:
     s.R.expect(r, 3)
 s.ok(s.R.wait(runs, n=3) and results(s.R, runs) == whole(three), "also of three choices", why(s.R, runs))
-many = [dict(LONG, id=f"p{i}", prompt=f"{i} foxes met " * 9, seed=i, max_tokens=90) for i in range(16)]
+HEAD = "Now these are the foxes that came from the woods, and this is what they met: "
+many = [dict(LONG, id=f"p{i}", prompt=HEAD + f"{i} foxes met " * 6, seed=i, max_tokens=90) for i in range(16)]
 want = whole(many)
-for what in ("lease", "killed"):
+for what in ("lease", "held", "killed"):
     for attempt in range(20):       # a tiny model may be done too soon
-        runs = [s.R.remote(q, P, D) for q in many]
+        salt = f"{what} {attempt}"  # else all of it is held after the first
+        if what == "held":          # what is read in place lies behind blocks of its own
+            s.R.wait([s.R.local(dict(id="head", prompt=HEAD, max_tokens=1, cache_salt=salt), D)])
+        runs = [s.R.remote(dict(q, cache_salt=salt), P, D) for q in many]
         while not any(len(s.R.of(r, "token")) > 5 for r in runs):
             s.R.pump()
         D.p.send_signal(signal.SIGSTOP)
         s.R.wait(runs, "kv")
-        if what == "lease":
+        if what != "killed":
             P.until({"leases_live": 0}, 5)
         else:
             P.kill()
@@ -329,6 +333,8 @@ for what in ("lease", "killed"):
         if any("lease_ended" in (s.R.result(r)["fallback"] or "") for r in runs):
             break
     said = why(s.R, runs)
+    s.ok(what != "held" or any(x["cached_tokens"] >= 32 and "lease_ended" in (x["fallback"] or "") for x in map(s.R.result, runs)), f"{what}: it lay behind blocks that were here",
+         [(s.R.result(r)["cached_tokens"], s.R.result(r)["fallback"]) for r in runs])
     s.ok(results(s.R, runs) == want, f"{what} while it is read: the output is the same", said)
     s.ok(any("lease_ended" in x for x in said) and all("lease_ended" in x or "None" in x or "prefill_worker_gone" in x for x in said), f"{what}: what was read too late was computed again", said)
     s.ok(all([t["token"] for t in s.R.of(r, "token")] == s.R.result(r)["tokens"] for r in runs), f"{what}: and no token left twice", said)

@@ -236,10 +236,10 @@ class Router:
         self.__dict__.setdefault("n", {})[r["run"]] = n
 
     def wait(self, runs, kind="result", n=1, seconds=60):
-        """Until each run has n records of the kind (from anybody), or time is over."""
+        """Until each run has n records of the kind (or of one of these kinds), from anybody, or time is over."""
         end = time.time() + seconds
         while time.time() < end:
-            if all(len(self.of(r, kind)) >= n for r in runs):
+            if all(sum(len(self.of(r, k)) for k in (kind if isinstance(kind, tuple) else (kind,))) >= n for r in runs):
                 return True
             self.pump()
         return False
