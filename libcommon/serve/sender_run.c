@@ -205,7 +205,7 @@ bool send_run_begin(struct send_run *r)
             return true;
     } else {
         struct pd_import_opts o = { .look = r->pass, .convert = r->pass ? PD_CONV_ORDER : 0 };
-        if ((rc = pd_import_begin_with(r->st->pool, &r->desc, &o, &r->im, NULL, &e))) {
+        if ((rc = pd_import_begin_with(r->st->pool, &r->desc, &o, &r->im, &e))) {
             send_run_spoil(r, &e);
             return true;
         }

@@ -393,7 +393,7 @@ static const char *const want[3][N_STATES] = {
     [GIVE] = {
         [S_GREETING]    = ".FFFFFFFFFFFLFFFF",
         [S_OPEN]        = "FFFFFFFATFFALF.AF",
-        [S_OFFERED]     = "FF.FFFFF.FFCMF.AF",
+        [S_OFFERED]     = "FF.FFFFR.FFCMF.AF",
         [S_MOVING]      = "FFFFFFFF.FFCMF.AF",
         [S_CLOSED]      = "FFFFFF.F.FFCMF.AF",
         [S_VERIFIED]    = "FFFFFFLR.FFCMF.AF",
@@ -989,6 +989,71 @@ static void committed_over_the_next_connection(void **state)
     }
 }
 
+/* The giver does not know, and has offered it anew when it hears of it. */
+static void committed_while_it_is_offered_anew(void **state)
+{
+    struct xf w;
+    struct pd_err e;
+    xf_open(&w, NULL, NULL);
+    xf_pump(&w);
+    assert_int_equal(xf_give(&w, "inline", &e), 0);
+    xf_pump(&w);
+    pd_xfer_lost(w.t, "reset", w.now);
+    pd_xfer_lost(w.g, "reset", w.now);
+    xf_events(&w);
+    xf_close_ends(&w);
+    xf_open_ends(&w, NULL, NULL);
+    xf_pump(&w);
+    struct pd_give g = { .desc = &w.f.d, .blocks = w.f.blocks, .chunk_blocks = XF_CHUNK };
+    memcpy(g.lease, w.lease, 16);
+    assert_int_equal(pd_give(w.g, &g, w.now, &w.gm, &e), 0);
+    assert_int_equal(pd_xfer_commit(w.t, w.f.d.run, w.f.d.gen, NULL, &e), 0);
+    uint32_t offered = w.got[1][PD_XE_OFFERED];
+    xf_pump(&w);
+    assert_int_equal(w.got[0][PD_XE_RELEASED], 1);
+    assert_int_equal(pd_leases_counts(w.leases).released, 1);
+    assert_int_equal(w.got[1][PD_XE_OFFERED], offered);         /* it is retired there */
+    assert_true(pd_xfer_open(w.g) && pd_xfer_open(w.t));
+    pd_import_free(w.parked);
+    w.parked = NULL;
+    xf_close(&w);
+}
+
+/* One more than a connection takes: told to both ends, by name, and the others are not touched. */
+static void an_offer_too_many(void **state)
+{
+    struct xf w;
+    struct pd_err e;
+    struct pd_buf b = { 0 };
+    xf_open(&w, NULL, NULL);
+    w.manual = true;
+    xf_pump(&w);
+    struct pd_kvdesc d = w.f.d;
+    d.offer = true;
+    d.first = NULL;
+    d.n_first = 0;
+    for (int more = 0; more < 3; more++) {
+        for (int i = 0; i < (more ? 1 : PD_XFER_MOVES); i++) {
+            assert_int_equal(pd_run_new(d.run, &e), 0);
+            assert_int_equal(pd_gen_new(d.gen, &e), 0);
+            memcpy(d.request.run, d.run, sizeof d.run);
+            b.n = 0;
+            assert_int_equal(pd_kvdesc_encode(&d, &b, &e), 0);
+            assert_int_equal(pd_xfer_feed(w.t, b.p, b.n, w.now, &e), 0);
+        }
+        struct pd_xfer_event ev;
+        uint32_t n = 0;
+        for (; pd_xfer_event(w.t, &ev); n++)
+            if (more && (ev.kind != PD_XE_FAILED || ev.err.code != PD_ENOMEM || strcmp(pd_move_desc(ev.move)->run, d.run) || !strstr(ev.err.msg, "are open on this connection")))
+                fail_msg("%d: %d %s", more, ev.kind, ev.err.msg);
+        assert_int_equal(n, more ? 1 : PD_XFER_MOVES);
+        assert_int_equal(pd_xfer_counts(w.t).moves, PD_XFER_MOVES);
+    }
+    assert_true(pd_xfer_open(w.t));
+    pd_buf_free(&b);
+    xf_close(&w);
+}
+
 /* ---- anything, in any order ---- */
 
 static void random_walks(void **state)
@@ -1120,7 +1185,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_record_in_every_state), cmocka_unit_test(cut_in_each_state), cmocka_unit_test(revoked_in_the_middle_of_a_chunk),
         cmocka_unit_test(fenced_in_place), cmocka_unit_test(a_reader_that_stood_still), cmocka_unit_test(a_flipped_byte), cmocka_unit_test(offers_that_lie),
         cmocka_unit_test(slabs_that_are_not_safe), cmocka_unit_test(limits), cmocka_unit_test(a_slow_prefill), cmocka_unit_test(what_is_held_is_not_sent),
-        cmocka_unit_test(resumed), cmocka_unit_test(another_run_does_not_resume), cmocka_unit_test(committed_over_the_next_connection), cmocka_unit_test(random_walks),
+        cmocka_unit_test(resumed), cmocka_unit_test(another_run_does_not_resume), cmocka_unit_test(committed_over_the_next_connection),
+        cmocka_unit_test(committed_while_it_is_offered_anew), cmocka_unit_test(an_offer_too_many), cmocka_unit_test(random_walks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
