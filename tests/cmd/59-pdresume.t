@@ -71,9 +71,9 @@ for via, args in (("inline", ()), ("shm", ()), ("shm", ("--in-place",))):
         good, x, y = s.one([(way, k)])
         again = sum(c["out"] for c in y.conns)
         resumed = s.D.ledger()["resumed"] - resumed
-        # what is said once more (hello, offer, kv), and a chunk that was on its way
+        # towards the end it depends on what comes in one piece whether so much is said; what is said once more (hello, offer, kv), and a chunk that was on its way
         most = out + 6000 + (CHUNK + 600 if via == "inline" else 0)
-        ok(good and x["mode"] == "remote" and x["fallback"] is None and x["kv_bytes"] == whole and y.conns[0][way] >= k and again <= most,
+        ok(good and x["mode"] == "remote" and x["fallback"] is None and x["kv_bytes"] == whole and (y.conns[0][way] >= k or k > out - 700) and again <= most,
            f"{name}: cut after {k} bytes {way}: it goes on{' with what was there' if resumed else ''}", (y.conns, again, most, resumed, x and x["mode"], x and x["fallback"], s.D.said()[-500:], s.P.said()[-500:]))
     for way, at in (("out", [out // 4, out // 3, out // 3]), ("back", [back // 2, back // 2])):
         good, x, y = s.one([(way, k) for k in at])
