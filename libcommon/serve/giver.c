@@ -430,7 +430,8 @@ static int make_metrics(struct pd_giver *g, struct pd_err *e)
         bytes = COUNTER("pd_given_bytes_total", "Bytes of KV that decode workers verified."),
         not_given = COUNTER("pd_not_given_total", "Published KV that did not reach its decode worker."), links = GAUGE("pd_links", "Transfer connections.");
     const struct { const struct pd_metric_about *about; struct pd_metric **to; const char *label; } t[] = {
-        { &seqs, &g->m_seqs, NULL }, { &blocks, &g->m_blocks[0], "used" }, { &blocks, &g->m_blocks[1], "free" }, { &blocks, &g->m_blocks[2], "cached" }, { &cached, &g->m_cached, NULL },
+        { &seqs, &g->m_seqs, NULL }, { &blocks, &g->m_blocks[0], "used" }, { &blocks, &g->m_blocks[1], "free" },
+        { &blocks, &g->m_blocks[2], "cached" }, { &cached, &g->m_cached, NULL },
         { &rows, &g->m_rows, "prompt" },
         { &steps, &g->m_steps, NULL }, { &ends, &g->m_ends[0], "published" }, { &ends, &g->m_ends[1], "failed" }, { &ends, &g->m_ends[2], "cancelled" },
         { &ends, &g->m_ends[3], "refused" }, { &tokens, &g->m_tokens, NULL }, { &live, &g->m_live, NULL }, { &leased, &g->m_leased, NULL },
@@ -473,8 +474,8 @@ int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct 
         goto out;
     g->links.o = (struct pd_links_opts){ .l = pd_daemon_loop(g->d), .max_record = dopts->max_record, .net = &pd_daemon_get_opts(g->d)->net,
         .event = pd_gv_on_link, .ctx = g,
-        .xfer = { .giving = true, .via = o->via, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch, .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .pool = rt->pool,
-                  .leases = g->leases, .accept_us = ACCEPT_US } };
+        .xfer = { .giving = true, .via = o->via, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch,
+                  .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .pool = rt->pool, .leases = g->leases, .accept_us = ACCEPT_US } };
     pd_desk_on(g->desk, g->d);
     if ((rc = make_metrics(g, e)) < 0)
         goto out;

@@ -296,12 +296,14 @@ void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_r
         struct pd_buf mended = { 0 };
         struct pd_err e;
         struct pd_rec whole = *rec;
-        if (with_logprobs(run, rec, &mended, &e) == 0) {
+        if (with_logprobs(run, rec, &mended, &e) < 0)
+            pd_rt_fail(r, run, &e);     /* zeros for what it does not know would look like logprobs */
+        else {
             whole.p = mended.p;
             whole.n = mended.n;
             read_brief(&whole, &b);
+            on_result(r, run, &whole, &b);
         }
-        on_result(r, run, &whole, &b);
         pd_buf_free(&mended);
     } else if (rec->kind == PD_K_RESULT && from_d)
         on_result(r, run, rec, &b);

@@ -257,7 +257,7 @@ static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request
     run->queue_us = ms_in(q->timeouts_ms, "queue");
     run->first_us = ms_in(q->timeouts_ms, "first_token");
     run->n = (uint32_t)q->n;
-    run->logprobs = q->logprobs;
+    run->logprobs = q->logprobs || q->top_logprobs > 0;         /* as tokens have them */
     run->need = (struct pd_need){ .policy = r->o.policy, .suspect_us = r->o.suspect_us, .exact = q->has_token_ids, .max_tokens = (uint32_t)q->max_tokens,
         .n = run->n,
                                   .prompt_tokens = q->has_token_ids ? q->n_token_ids : guess_tokens(q), .like = -1 };

@@ -2,7 +2,8 @@
  *
  * A run that is expected (pd_taker_expect) takes the offer of its name and op, from whichever prefill worker brings it; one that came first waits for its
  * run, PD_TAKER_EARLY_US at the most, and if it ends meanwhile, its run, when it comes, is computed here at once. An offer of a run that is here and not
- * expected is refused. What was offered waits until the pool has room for it beside what is being decoded, in order of arrival. Each expectation ends by one call: `taken` or `failed`, unless pd_taker_forget ends it.
+ * expected is refused. What was offered waits until the pool has room for it beside what is being decoded, in order of arrival.
+ * Each expectation ends by one call: `taken` or `failed`, unless pd_taker_forget ends it.
  *
  * Blocks that the prefix cache holds of an offer's tokens are not sent: they stand in the block table with a reference, in whole chunks.
  * A connection that is lost leaves what was verified parked, with its blocks: when the prefill worker offers the same generation again within

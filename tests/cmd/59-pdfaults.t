@@ -406,6 +406,28 @@ for via in ("shm", "inline"):
     print("#", D.ledger()["remote"], "by KV,", D.ledger()["local"], "computed,", D.ledger()["preemptions"], "preempted", why(s.R, runs))
     s.end()
 
+s = Scene("KV that decode can never hold")
+P, D = s.P(mem="64KiB"), s.D(mem="16KiB")       # 4 blocks
+many = reqs(10)
+t0 = time.monotonic()
+runs = [s.R.remote(q, P, D) for q in many]
+good = s.R.wait(runs, seconds=20)
+s.ok(good and time.monotonic() - t0 < 10, f"all have ended after {time.monotonic() - t0:.1f} s, not after prefill's 60", (why(s.R, runs), D.ledger()))
+small = [r for r in runs if s.R.result(r)["finish_reason"] == "length"]
+s.ok(results(s.R, small).items() <= FILTER.items() and 1 <= len(small) < 10, f"those that fit ({len(small)}) are the same", why(s.R, runs))
+s.ok(all(s.R.of(r, "error")[0]["class"] == "exhausted" and "KV" in s.R.of(r, "error")[0]["message"] for r in runs if r not in small), "the others are told that there is too little",
+     [s.R.of(r, "error") for r in runs if r not in small])
+s.end()
+
+s = Scene("KV that waits while another run has the blocks")
+P, D = s.P(), s.D("--stream", mem="64KiB")      # 16 blocks: the tale grows to all of them
+tale = s.R.local(dict(LONG, id="t", max_tokens=110), D)
+s.R.wait([tale], "token", n=5)
+runs = [s.R.remote(q, P, D) for q in reqs(20)]
+s.ok(s.R.wait(runs + [tale], seconds=20) and results(s.R, runs) == FILTER, "they are the same", why(s.R, runs))
+s.ok(all(s.R.result(r)["fallback"] is None or s.R.result(r)["fallback"].startswith("out_of_blocks") for r in runs), "by KV, or for want of blocks", why(s.R, runs))
+s.end()
+
 # ---- drains ----
 
 s = Scene("drain in the middle")

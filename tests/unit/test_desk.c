@@ -94,7 +94,11 @@ static bool again(void *ctx, struct pd_desk_run *d, struct pd_client *from, cons
     return join;
 }
 
-static void refuse(void *ctx, const struct pd_request *q, const struct pd_err *why, const char *action, struct pd_buf *b) { pd_refusal_error(q, why, action, b, NULL); }
+static void refuse(void *ctx, const struct pd_request *q, const struct pd_err *why, const char *action, struct pd_buf *b)
+{
+    pd_refusal_error(q, why, action, b, NULL);
+}
+
 static void on_cancel(void *ctx, struct pd_desk_run *d)
 {
     struct run *r = (struct run *)d;
@@ -144,7 +148,8 @@ static int begin_with(uint32_t max_runs)
 {
     static const char *listen[2];
     static char at[64];
-    static const struct pd_desk_ops ops = { .run_size = sizeof (struct run), .admit = admit, .again = again, .refuse = refuse, .cancel = on_cancel, .freed = on_freed,
+    static const struct pd_desk_ops ops = { .run_size = sizeof (struct run), .admit = admit, .again = again, .refuse = refuse,
+                                            .cancel = on_cancel, .freed = on_freed,
                                             .idle = on_idle, .busy = busy, .turn = turn, .after = after };
     memcpy(path + 13, "XXXXXX", 6);
     path[19] = 0;

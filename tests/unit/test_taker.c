@@ -10,7 +10,7 @@
 static const struct pd_pool_geom geom = { .layers = 3, .kv_heads = 2, .head_dim = 8, .block_size = 4, .dtype = PD_F16 };
 enum { TOKENS = 50, CHUNK = 3, BLOCKS = 13, CHUNKS = 15 };     /* 5 ranges x 3 layers; the last block is not full */
 
-static char path[] = "/tmp/pd-test-XXXXXX/D";
+static char at[] = "unix:/tmp/pd-test-XXXXXX/D", *const path = at + 5;
 static struct pd_err e;
 static struct fix F;                    /* the giver's pool and the KV that it gives, under one name after the other */
 static struct pd_loop *loop;
@@ -32,7 +32,15 @@ static struct run R[4];
 static char known[PD_RUN_LEN + 1];
 static uint32_t reserved;
 static int ready, closed;
-struct give { struct pd_move *m; uint8_t lease[16]; struct pd_kvdesc d; int accepted, over; uint64_t bytes; enum pd_xfer_event_kind how; char why[sizeof ((struct pd_err *)0)->msg]; };
+struct give {
+    struct pd_move *m;
+    uint8_t lease[16];
+    struct pd_kvdesc d;
+    int accepted, over;
+    uint64_t bytes;
+    enum pd_xfer_event_kind how;
+    char why[sizeof ((struct pd_err *)0)->msg];
+};
 static struct give gives[4];
 static bool hold_back;                  /* what is accepted is not sent at once */
 static int at_ready;                    /* what is offered as soon as a connection is there; -1: nothing */
@@ -108,7 +116,7 @@ static void run_for(int64_t us)
 static void dial(void)
 {
     int was = ready;
-    assert_int_equal(pd_links_dial(&G, path, NULL, &glink, &e), 0);
+    assert_int_equal(pd_links_dial(&G, at, NULL, &glink, &e), 0);
     UNTIL(ready > was);
 }
 
@@ -146,16 +154,18 @@ static int begin_with(uint32_t blocks, bool in_place, const char *via)
     rt.fp.map = (struct pd_buf){ .p = (uint8_t *)F.fp.data, .n = F.fp.size };
     struct pd_taker_opts to = { .rt = &rt, .via = via, .in_place = in_place };
     conns = (struct pd_conns){ .first = NULL };
-    if (pd_pool_new(&geom, in_place ? FIX_POOL_BYTES : (int64_t)(blocks * block), &rt.pool, &e) || pd_prefix_new(rt.pool, &(struct pd_prefix_opts){ .must_seed = 5 }, &rt.prefix, &e) ||
+    if (pd_pool_new(&geom, in_place ? FIX_POOL_BYTES : (int64_t)(blocks * block), &rt.pool, &e) ||
+        pd_prefix_new(rt.pool, &(struct pd_prefix_opts){ .must_seed = 5 }, &rt.prefix, &e) ||
         pd_loop_new(&loop, &e) || pd_metrics_new(&metrics, &e) || pd_leases_new(&(struct pd_leases_opts){ .pool = F.pool }, &leases, &e) ||
         pd_taker_new(&to, &ops, &T, &e) || pd_taker_on(T, loop, metrics, &e))
         return -1;
     entry = (struct pd_entry){ "hello", &pd_links_cb, pd_taker_links(T), false };
     dispatch = (struct pd_dispatch){ .entry = &entry, .n = 1 };
-    struct pd_listener_opts lo = { .path = path, .dispatch = &dispatch, .conn = { .set = &conns, .name = "D" } };
+    struct pd_listener_opts lo = { .at = at, .dispatch = &dispatch, .conn = { .set = &conns, .name = "D" } };
     if (pd_listener_new(loop, &lo, &listener, &e))
         return -1;
-    G = (struct pd_links){ .o = { .l = loop, .event = on_giver, .xfer = { .giving = true, .worker = "p0", .epoch = 3, .fp_fields = F.d.fp_fields, .pool = F.pool, .leases = leases } } };
+    G = (struct pd_links){ .o = { .l = loop, .event = on_giver,
+                                  .xfer = { .giving = true, .worker = "p0", .epoch = 3, .fp_fields = F.d.fp_fields, .pool = F.pool, .leases = leases } } };
     dial();
     return 0;
 }
@@ -609,10 +619,13 @@ int main(void)
 {
 #define TEST(f, b) cmocka_unit_test_setup_teardown(f, b, end)
     const struct CMUnitTest tests[] = {
-        TEST(it_is_taken_whoever_came_first, begin), TEST(what_is_not_wanted_is_refused, begin), TEST(nothing_comes, begin), TEST(an_offer_that_cannot_be_is_told_at_once, begin),
-        TEST(there_is_room_for_one, begin_small), TEST(it_waits_and_is_given_up, begin_small), TEST(blocks_are_needed_by_others, begin_small), TEST(forgotten_on_the_way, begin),
+        TEST(it_is_taken_whoever_came_first, begin), TEST(what_is_not_wanted_is_refused, begin), TEST(nothing_comes, begin),
+        TEST(an_offer_that_cannot_be_is_told_at_once, begin),
+        TEST(there_is_room_for_one, begin_small), TEST(it_waits_and_is_given_up, begin_small), TEST(blocks_are_needed_by_others, begin_small),
+        TEST(forgotten_on_the_way, begin),
         TEST(what_is_here_is_not_sent, begin), TEST(the_connection_is_lost_and_it_goes_on, begin), TEST(the_connection_is_lost_and_another_comes, begin),
-        TEST(the_connection_is_lost_for_good, begin), TEST(what_was_taken_is_told_over_the_next_connection, begin), TEST(read_in_place, begin_in_place), TEST(strangers, begin),
+        TEST(the_connection_is_lost_for_good, begin), TEST(what_was_taken_is_told_over_the_next_connection, begin),
+        TEST(read_in_place, begin_in_place), TEST(strangers, begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
