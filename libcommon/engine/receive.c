@@ -140,7 +140,7 @@ void pd_dc_take_offer(struct pd_decoder *d, const struct pd_rec *rec)
     pd_dc_step(d, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL);
     uint32_t bs = (uint32_t)pd_pool_geom(d->rt->pool)->block_size;
     wait_for_blocks(d, (uint32_t)(((uint64_t)r->desc.n_tokens + bs - 1) / bs));
-    if (pd_import_begin_with(d->rt->pool, &r->desc, &(struct pd_import_opts){ .convert = d->rt->convert }, &r->import, NULL, &e) < 0)
+    if (pd_import_begin_with(d->rt->pool, &r->desc, &(struct pd_import_opts){ .convert = d->rt->convert }, &r->import, &e) < 0)
         pd_dc_reject_kv(d, r, &e);
 }
 

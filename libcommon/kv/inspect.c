@@ -47,7 +47,7 @@ static int on_offer(struct load *l, const struct pd_rec *rec, struct pd_err *e)
     pd_kv_dtype_parse(y->dtype, &g.dtype);
     if ((rc = pd_plan_make(y, r->d.n_tokens, r->d.payload.chunk_blocks, &plan, e)) ||
         (rc = pd_pool_new(&g, (int64_t)plan.bytes, &r->pool, e)) ||
-        (rc = pd_import_begin_with(r->pool, &r->d, &(struct pd_import_opts){ .convert = PD_CONV_ORDER }, &l->im, NULL, e)))
+        (rc = pd_import_begin_with(r->pool, &r->d, &(struct pd_import_opts){ .convert = PD_CONV_ORDER }, &l->im, e)))
         return rc;
     return 0;
 }

@@ -132,8 +132,8 @@ static void imports_convert(void **state)
             fix_make(&want, &h, 77, 0, 42);     /* the same numbers, token by token */
             assert_int_equal(pd_pool_new(&h, 16 << 20, &to, &e), 0);
             if (a != b)
-                FAILS_WITH(pd_import_begin_with(to, &f.d, &(struct pd_import_opts){ .convert = PD_CONV_ORDER }, &im, NULL, &e), PD_EINCOMPAT, "block_size of the KV layout differs");
-            assert_int_equal(pd_import_begin_with(to, &f.d, &(struct pd_import_opts){ .convert = PD_CONV_BLOCK_SIZE, .lend = true }, &im, NULL, &e), 0);
+                FAILS_WITH(pd_import_begin_with(to, &f.d, &(struct pd_import_opts){ .convert = PD_CONV_ORDER }, &im, &e), PD_EINCOMPAT, "block_size of the KV layout differs");
+            assert_int_equal(pd_import_begin_with(to, &f.d, &(struct pd_import_opts){ .convert = PD_CONV_BLOCK_SIZE, .lend = true }, &im, &e), 0);
             assert_int_equal(pd_import_converts(im), a != b ? PD_CONV_BLOCK_SIZE : 0);
             for (uint32_t c = f.plan.n_chunks; c-- > 0; ) {
                 struct pd_chunk ch;
