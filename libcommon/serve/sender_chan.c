@@ -172,6 +172,8 @@ void pd_chan_take_raw(struct pd_chan *c, int fd, int64_t now)
 void pd_chan_raw(struct pd_chan *c, int64_t now)
 {
     struct pd_err e = { 0 };
+    if (c->x)
+        pd_xfer_poll(c->x, now);
     if (!c->x || !pd_xfer_open(c->x) || c->raw_dead)
         return;
     if (c->raw < 0 && c->path[0] && shm_in_use(c) && now >= c->raw_again) {
@@ -196,7 +198,7 @@ bool pd_chan_raw_awaited(struct pd_chan *c, int64_t now)
     return !c->raw_dead;
 }
 
-const char *pd_chan_via(const struct pd_chan *c) { return shm_in_use(c) && c->raw < 0 ? "inline" : NULL; }
+const char *pd_chan_via(const struct pd_chan *c) { return !strncmp(pd_xfer_via(c->x), "shm", 3) && c->raw < 0 ? "inline" : NULL; }
 
 /* ---- life ---- */
 

@@ -39,7 +39,7 @@ int pd_chan_flush(struct pd_chan *c, int64_t now, struct pd_err *e);
 int pd_chan_writev(struct pd_chan *c, const struct iovec *v, int n, size_t *wrote, struct pd_err *e);       /* 0, 1 or < 0 as above */
 /* A pipe of ours is opened anew, non-blocking, so that others who hold it see no change. */
 void pd_chan_unblock(struct pd_chan *c);
-/* The raw socket: dial it when we dialled the peer and shm is in use; pass or take what there is. */
+/* Look for completions of rdma; and the raw socket: dial it when we dialled the peer and shm is in use; pass or take what there is. */
 void pd_chan_raw(struct pd_chan *c, int64_t now);
 void pd_chan_take_raw(struct pd_chan *c, int fd, int64_t now);
 bool pd_chan_raw_awaited(struct pd_chan *c, int64_t now);      /* it is to come, and nothing should be given before */

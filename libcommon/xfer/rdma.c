@@ -37,7 +37,8 @@ struct path {
     bool giving;
     struct pd_rdma_qp *q;
     struct pd_err dead;
-    char peer[64];
+    uint8_t gid[16];                    /* the peer's */
+    char peer[64];                      /* in words */
     /* giving */
     struct pd_rdma_source *source;
     struct aim *aims;
@@ -86,6 +87,10 @@ static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, bo
     if (!theirs->has_rdma || !theirs->rdma.qp)
         return pd_fail(e, PD_EINCOMPAT, "rdma: the other side has none: %.*s", theirs->rdma.why.p ? (int)(theirs->rdma.why.n < 100 ? theirs->rdma.why.n : 100) : 1,
                        theirs->rdma.why.p ? theirs->rdma.why.p : "?");
+    int64_t ago = pd_rdma_shunned(theirs->rdma.gid);
+    char peer[64];
+    if (ago >= 0)
+        return pd_fail(e, PD_EINCOMPAT, "rdma: %s did not answer %.1f s ago", pd_rdma_gid_text(theirs->rdma.gid, peer), (double)ago / 1e6);
     if (mine->layout.layout_hash != theirs->layout.layout_hash)
         return pd_fail(e, PD_EINCOMPAT, "rdma: what has to be converted cannot be written straight into its place");
     return 0;
@@ -94,6 +99,7 @@ static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, bo
 static int open_path(bool giving, const struct pd_hello *theirs, void **path, struct pd_err *e)
 {
     struct path *p = *path;
+    memcpy(p->gid, theirs->rdma.gid, sizeof p->gid);
     pd_rdma_gid_text(theirs->rdma.gid, p->peer);
     return pd_rdma_qp_connect(p->q, &theirs->rdma, e);
 }
@@ -472,6 +478,8 @@ static int broken(struct path *p, const struct ibv_wc *w)
     bool denied = w->status == IBV_WC_REM_ACCESS_ERR, gone = w->status == IBV_WC_RETRY_EXC_ERR || w->status == IBV_WC_RNR_RETRY_EXC_ERR;
     if (!p->giving)
         return die(p, PD_ECANCEL, "the queue pair has failed: the prefill side wrote where it may not, or has gone");
+    if (!denied)
+        pd_rdma_shun(p->gid);
     snprintf(text, sizeof text, denied ? "%s lets nobody write there (any more): %s" : gone ? "%s does not answer: %s" : "writing to %s: %s", p->peer,
              ibv_wc_status_str(w->status));
     return die(p, denied ? PD_ETIME : PD_ECANCEL, text);

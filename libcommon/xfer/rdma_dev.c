@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/random.h>
+#include "../base/clock.h"
 #include "../base/fault.h"
 #include "rdma_dev.h"
 
@@ -278,6 +279,30 @@ void pd_rdma_qp_close(struct pd_rdma_qp *q)
         device_put(q->dev);
     pthread_mutex_unlock(&lock);
     pd_free(q);
+}
+
+/* ---- peers that did not answer ---- */
+
+static struct { uint8_t gid[16]; int64_t at; } shunned[16];
+static uint32_t n_shunned;
+
+void pd_rdma_shun(const uint8_t gid[16])
+{
+    pthread_mutex_lock(&lock);
+    memcpy(shunned[n_shunned % 16].gid, gid, 16);
+    shunned[n_shunned++ % 16].at = pd_mono_us();
+    pthread_mutex_unlock(&lock);
+}
+
+int64_t pd_rdma_shunned(const uint8_t gid[16])
+{
+    int64_t now = pd_mono_us(), ago = -1;
+    pthread_mutex_lock(&lock);
+    for (uint32_t i = 0; i < 16; i++)
+        if (shunned[i].at && !memcmp(shunned[i].gid, gid, 16) && now - shunned[i].at < PD_RDMA_SHUN_US)
+            ago = now - shunned[i].at;
+    pthread_mutex_unlock(&lock);
+    return ago;
 }
 
 /* ---- memory ---- */

@@ -32,6 +32,10 @@ int pd_rdma_qp_poll(struct pd_rdma_qp *q, struct ibv_wc *wc, int n, struct pd_er
 void pd_rdma_qp_stop(struct pd_rdma_qp *q);     /* nothing of it reads or writes memory any more */
 void pd_rdma_qp_close(struct pd_rdma_qp *q);    /* its regions are gone by then */
 const char *pd_rdma_gid_text(const uint8_t gid[16], char out[64]);      /* "10.9.1.2" of an IPv4 one */
+/* A peer that did not answer is not tried again for PD_RDMA_SHUN_US: what goes on over the next connection takes another way. ago: how long since, or < 0. */
+#define PD_RDMA_SHUN_US 5000000
+void pd_rdma_shun(const uint8_t gid[16]);
+int64_t pd_rdma_shunned(const uint8_t gid[16]);
 
 /* Memory of a pool from which queue pairs that give write: registered slab by slab, for as long as one of them uses it. */
 struct pd_rdma_source;
