@@ -330,10 +330,10 @@ for what in ("lease", "held", "killed"):
         s.R.wait(runs)
         if what == "killed":
             P = s.P("--lease", "2s", name=f"P{attempt}")
-        if any("lease_ended" in (s.R.result(r)["fallback"] or "") for r in runs):
+        if any(("read in place" if what == "held" else "lease_ended") in (s.R.result(r)["fallback"] or "") for r in runs):
             break
     said = why(s.R, runs)
-    s.ok(what != "held" or any(x["cached_tokens"] >= 32 and "lease_ended" in (x["fallback"] or "") for x in map(s.R.result, runs)), f"{what}: it lay behind blocks that were here",
+    s.ok(what != "held" or any(x["cached_tokens"] >= 32 and "read in place" in (x["fallback"] or "") for x in map(s.R.result, runs)), f"{what}: it lay behind blocks that were here",
          [(s.R.result(r)["cached_tokens"], s.R.result(r)["fallback"]) for r in runs])
     s.ok(results(s.R, runs) == want, f"{what} while it is read: the output is the same", said)
     s.ok(any("lease_ended" in x for x in said) and all("lease_ended" in x or "None" in x or "prefill_worker_gone" in x for x in said), f"{what}: what was read too late was computed again", said)
