@@ -170,6 +170,7 @@ static int admit(void *ctx, struct pd_desk_run *dr, struct pd_err *e)
     if (!dr->routed || !dr->route.d.at.p)
         return pd_fail(e, PD_EFAIL, "request: this worker only prefills; a request needs a route that says where its KV goes (send it to pd-route)");
     r->g = g;
+    r->n_ids = dr->in.req.n_token_ids;
     int rc = sum_of(&dr->in.req, &r->sum, e);
     rc = rc ? rc : pd_gv_peer_of(g, dr->route.d.at, &r->peer, e);
     if (rc < 0)
@@ -391,7 +392,7 @@ static void load(void *ctx, struct pd_load *l)
     for (struct pd_gv_run *r = (void *)pd_desk_first(g->desk); r; r = (void *)r->d.node.next)
         if (!atomic_load(&r->at_batch)) {
             l->waiting++;
-            l->prefill_tokens_ahead += r->in.req.n_token_ids;
+            l->prefill_tokens_ahead += r->n_ids;
         }
 }
 

@@ -26,6 +26,7 @@ struct pd_gv_run {
     struct pd_giver *g;
     /* the loop's */
     struct pd_gv_peer *peer;
+    uint32_t n_ids;             /* that its prompt brought: for heartbeats, while the thread has the request */
     uint8_t op[16], lease[PD_LEASE_ID_LEN];
     struct pd_move *move;       /* on its way, */
     struct pd_link *link;       /* over this */

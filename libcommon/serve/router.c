@@ -266,6 +266,7 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     }
     put(to, "runs", r->n_runs);
     put(to, "runs_most", r->o.max_runs);
+    put(to, "request_bytes", (int64_t)r->body_bytes);
     put(to, "queued", r->n_queued);
     put(to, "at_workers", own);
     put(to, "workers", n[0]);

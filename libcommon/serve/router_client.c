@@ -170,9 +170,11 @@ static void on_room(void *ctx, struct pd_conn *c)
 
 /* ---- who may be read ---- */
 
+static bool has_room(const struct pd_router *r) { return r->n_runs < r->o.max_runs && r->body_bytes < PD_RT_MAX_BODIES; }
+
 void pd_rt_let_read(struct pd_router *r)
 {
-    while (r->n_runs < r->o.max_runs && r->held) {
+    while (has_room(r) && r->held) {
         struct pd_rt_client *k = r->held;
         if (!(r->held = k->next_held))
             r->last_held = &r->held;
@@ -183,7 +185,7 @@ void pd_rt_let_read(struct pd_router *r)
 
 static void hold_if_full(struct pd_router *r, struct pd_rt_client *k)
 {
-    if (r->n_runs < r->o.max_runs || k->held)
+    if (has_room(r) || k->held)
         return;
     k->held = true;
     k->next_held = NULL;

@@ -12,7 +12,7 @@
 
 #define PD_RT_TRIED 16
 enum { PD_RT_MAX_MIGRATIONS = 2, PD_RT_CANCEL_US = 1000000, PD_RT_GRACE_US = 500000, PD_RT_SWEEP_US = 10000, PD_RT_NO_P_US = 1000000,
-       PD_RT_DOUBT_US = 200000 };
+       PD_RT_DOUBT_US = 200000, PD_RT_MAX_BODIES = 256 << 20 };
 
 /* A worker. */
 struct pd_rt_worker {
@@ -93,6 +93,7 @@ struct pd_router {
     struct pd_keyed runs;
     struct pd_rt_run *queue, *queue_last;       /* those whose stream has begun first, then by age */
     uint32_t n_runs, n_queued;
+    size_t body_bytes;                  /* of the requests in hand */
     struct pd_rt_client *held, **last_held;
     struct pd_seen seen;
     struct pd_keyed keys; size_t key_bytes;

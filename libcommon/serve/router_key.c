@@ -23,7 +23,7 @@ static void drop(struct pd_router *r, struct pd_rt_key *k)
 {
     if (k->run)
         k->run->key = NULL;
-    r->key_bytes -= k->tokens.n + k->results.n;
+    r->key_bytes -= k->n_key + k->tokens.n + k->results.n;
     pd_keyed_remove(&r->keys, k);
     pd_buf_free(&k->tokens);
     pd_buf_free(&k->results);
@@ -46,6 +46,7 @@ int pd_rt_key_new(struct pd_router *r, struct pd_str key, struct pd_rt_run *run,
         return PD_ENOMEM;
     }
     k->n_key = key.n;
+    r->key_bytes += key.n;
     k->run = run;
     k->body_hash = run->body_hash;
     memcpy(k->name, run->name, sizeof k->name);

@@ -235,6 +235,7 @@ void pd_rt_end_run(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id 
     pd_rt_key_end(r, run, state == PD_ST_COMPLETED);
     pd_rt_leave(r, run);
     pd_keyed_remove(&r->runs, run);
+    r->body_bytes -= run->body.n;
     pd_metric_set(r->m_runs, --r->n_runs);
     pd_rt_run_free(r, run);
     pd_rt_let_read(r);
@@ -522,6 +523,7 @@ int pd_rt_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_err *e)
     if (rc < 0)
         return rc;
     r->n_runs++;
+    r->body_bytes += run->body.n;
     pd_metric_set(r->m_runs, r->n_runs);
     pd_rt_step(r, run, PD_ST_ACCEPTED, NULL);
     pd_rt_enqueue(r, run);

@@ -15,6 +15,7 @@ struct run {
     struct pd_desk_run d;
     /* the loop's */
     struct pd_expect x;
+    uint32_t n_ids;             /* of its prompt, as far as it brought ids and they are computed here: for heartbeats, while the thread has the request */
     struct pd_call c_take, c_end;
     /* handed to the thread with c_take */
     struct pd_kv_in kv; bool has_kv;
@@ -305,6 +306,7 @@ static void on_taken(void *ctx, struct pd_expect *x, struct pd_kv_in *kv)
     struct run *r = run_of(x);
     r->kv = *kv;
     r->has_kv = true;
+    r->n_ids = 0;
     step_of(w, r, PD_ST_KV_TRANSFER_COMPLETED, kv->bytes, NULL, kv->desc.gen);
     begin(w, r, "remote");
 }
@@ -341,6 +343,7 @@ static int admit(void *ctx, struct pd_desk_run *d, struct pd_err *e)
     if (rc < 0)
         return rc;
     r->w = w;
+    r->n_ids = d->in.req.n_token_ids;
     r->mode = remote ? "remote" : local ? "local" : "aggregated";
     if (d->routed && d->route.fallback.p)
         keep_text(r, d->route.fallback.p, d->route.fallback.n);
@@ -485,8 +488,8 @@ static void load(void *ctx, struct pd_load *l)
     for (struct run *r = (void *)pd_desk_first(w->desk); r; r = (void *)r->d.node.next)
         if (!atomic_load(&r->at_batch)) {
             l->waiting++;
-            if (!r->x.expected && !r->has_kv)
-                l->prefill_tokens_ahead += r->d.in.req.n_token_ids;
+            if (!r->x.expected)
+                l->prefill_tokens_ahead += r->n_ids;
         }
 }
 

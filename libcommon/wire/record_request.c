@@ -265,6 +265,7 @@ static const struct pd_field field[] = {
 enum { RUN = 0, PROMPT = 2, MESSAGES = 3, TOKEN_IDS = 4 };
 static const struct pd_table table = { "request", field, sizeof field / sizeof *field, offsetof(struct pd_request, extra) };
 
+enum { MAX_KEY = 1024 };
 static int check(const struct pd_request *r, bool inside, struct pd_unpack *u)
 {
     int forms = (r->prompt.p != NULL) + (r->n_messages > 0) + r->has_token_ids;
@@ -278,6 +279,8 @@ static int check(const struct pd_request *r, bool inside, struct pd_unpack *u)
         return pd_fail(u->e, u->code, "request: token_ids is empty");
     if (r->cancel_token.p && r->cancel_token.n != 16)
         return pd_fail(u->e, u->code, "request: cancel_token must be bin of 16 bytes, not of %zu", r->cancel_token.n);
+    if (r->idempotency_key.n > MAX_KEY)
+        return pd_fail(u->e, u->code, "request: idempotency_key has %zu bytes, at most %d are taken", r->idempotency_key.n, MAX_KEY);
     return 0;
 }
 
@@ -372,7 +375,7 @@ int pd_request_resolve(struct pd_request *r, int64_t default_seed, struct pd_err
         (rc = in_range("n", r->n, 1, 128, "1 to 128", e)) ||
         (rc = in_range("top_logprobs", r->top_logprobs, 0, 128, "0 to 128", e)) ||
         (rc = in_range("seed", (double)r->seed, 0, 9.3e18, "0 to 2^63-1", e)) ||
-        (r->has & PD_RQ_DEADLINE && (rc = in_range("deadline_ms", (double)r->deadline_ms, 1, 1e15, "1 or more", e))) ||
+        (r->has & PD_RQ_DEADLINE && (rc = in_range("deadline_ms", (double)r->deadline_ms, 1, 1e15, "1 to 10^15", e))) ||
         (r->has & PD_RQ_ARRIVAL && (rc = in_range("arrival_us", (double)r->arrival_us, 0, 9e18, "0 or more", e))))
         return rc;
     struct pd_timeouts t;

@@ -614,6 +614,31 @@ a.die()
 
 # ---- asking ----
 
+# ---- what is in hand is bounded in bytes too ----
+
+r = router("--wait", "60s")
+c = r.client()
+one = msgpack.packb(dict(Q, x="y" * (1 << 20)))
+threading.Thread(target=lambda: c.s.sendall(one * 400), daemon=True).start()
+def ledger():
+    return json.loads(run([f"{B}/bin/pd-route", "--status", f"unix:{r.path}", "--format", "json"]).stdout)["ledger"]
+until(lambda: ledger()["runs"] >= 256, 20)
+time.sleep(0.3)
+g = ledger()
+ok(256 <= g["runs"] <= 260 and g["request_bytes"] < 262 << 20 and g["rss_bytes"] < 500 << 20, "400 requests of a megabyte: as many are read as 256 MiB hold", g)
+a = Fake(at("a"), register=r.path)
+until(lambda: ledger()["completed"] == 400, 60)
+g = ledger()
+ok(g["completed"] == 400 and g["runs"] == 0 and g["request_bytes"] == 0, "the others follow as runs end", g)
+c.close()
+a.die()
+checked(r, "large requests")
+long = dict(Q, idempotency_key="k" * 1025)
+r = router("--wait", "100ms")
+got = r.ask(long)
+ok(results(got)[0]["finish_reason"] == "error" and "1024" in got[0]["message"], "a key is of a bounded length", got)
+checked(r, "a long key")
+
 a = Fake(at("a"))
 r = router(workers=[a])
 st = run([f"{B}/bin/pd-route", "--status", f"unix:{r.path}"])
