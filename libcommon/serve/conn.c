@@ -850,9 +850,10 @@ static void on_ready(void *ctx, unsigned ready)
     if (ready & PD_READ && !c->dying)
         c->lingering ? discard(c) : input(c);
     if (ready & PD_HUP && !c->dying) {
-        if (c->finishing && !waiting(c) && dry(c))
+        if (c->finishing && !waiting(c) && dry(c)) {
+            discard(c);         /* what is left unread would reset him */
             die(c, NULL);
-        else
+        } else
             peer_gone(c, "hung up", 0);
     }
 }

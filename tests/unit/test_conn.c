@@ -354,6 +354,28 @@ static void garbage_is_told_as_text(void **state)
     assert_non_null(strstr(why, "begins no record"));
 }
 
+/* What is left of it unread when the connection closes would be told to him as a reset. */
+static void garbage_with_an_end_is_answered_by_an_end(void **state)
+{
+    for (int i = 0; i < 50; i++) {
+        size_t n = 0;
+        ssize_t k;
+        say("\xc1\xc1\xc1\xc1\xc1\xc1\xc1\xc1", 8);
+        pd_conn_exact(conn, true);      /* as the dispatcher has it before the first record */
+        shutdown(peer, SHUT_WR);
+        for (int t = 0; conn && t < 100; t++)
+            PUMP;
+        while ((k = recv(peer, heard + n, sizeof heard - n, MSG_DONTWAIT)) > 0)
+            n += (size_t)k;
+        assert_true(n > 0 && k == 0);
+        int sv[2];
+        close(peer);
+        assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sv), 0);
+        peer = sv[0];
+        assert_int_equal(pd_conn_new(loop, sv[1], &(struct pd_conn_opts){ .name = "unix:T" }, &cb, NULL, &conn, &e), 0);
+    }
+}
+
 static void a_writer_without_end_is_waited_for_only_so_long(void **state)
 {
     say("\xc1\xc1", 2);
@@ -625,7 +647,7 @@ int main(void)
         T(answers_have_the_form_of_the_questions), T(json_is_answered_in_json), T(a_record_that_json_cannot_carry_fails_alone), T(answers_owed_keep_a_half_closed_client),
         T(a_client_that_vanishes_is_gone), T(who_has_all_answers_leaves_in_good_order), T(a_half_closed_client_that_vanishes_is_gone), T(a_client_that_resets_is_gone), T(held_reading_leaves_the_bytes_where_they_are),
         T(a_hold_stops_at_once), T(who_does_not_read_makes_no_requests), T(a_feeder_that_does_not_stop_loses_the_connection),
-        cmocka_unit_test_setup_teardown(who_asks_reads_on_while_full, begin_asking, end), T(garbage_is_told_as_text),
+        cmocka_unit_test_setup_teardown(who_asks_reads_on_while_full, begin_asking, end), T(garbage_is_told_as_text), T(garbage_with_an_end_is_answered_by_an_end),
         T(a_writer_without_end_is_waited_for_only_so_long), T(a_cut_record_is_told), T(large_records_pass_both_ways), T(descriptors_come_with_their_records),
         T(a_flood_of_descriptors_is_refused), T(descriptors_go_with_their_records), T(bytes_are_pulled_as_the_peer_reads), cmocka_unit_test(the_first_record_decides),
         cmocka_unit_test(a_socket_can_be_handed_on_whole) };
