@@ -108,9 +108,10 @@ static void on_token(struct pd_router *r, struct pd_rt_run *run, const struct pd
     if (b->text.p)
         pd_get_str(b->text, &s);
     if (b->pos < c->sent) {     /* went out before: early, or by the worker that died */
-        if (b->pos == 0 && c->sent == 1 && run->early && s.n) {
-            pd_buf_add(&c->carry, s.p, s.n, NULL);
-            pd_buf_add(&c->text, s.p, s.n, NULL);
+        if (b->pos == 0 && c->no_text) {
+            c->no_text = false;
+            if (s.n && (pd_buf_add(&c->carry, s.p, s.n, &e) < 0 || pd_buf_add(&c->text, s.p, s.n, &e) < 0))
+                pd_rt_fail(r, run, &e);
         }
         return;
     }
@@ -236,6 +237,7 @@ static void put_early(struct pd_router *r, struct pd_rt_run *run, const struct p
             told = true;
             first_seen(r, run);
             c->sent = 1;
+            c->no_text = true;
             deliver(r, run, i, b.p, b.n);
             pd_buf_free(&b);
         }

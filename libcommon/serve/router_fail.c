@@ -17,7 +17,7 @@ static void start_over(struct pd_router *r, struct pd_rt_run *run)
     for (uint32_t i = 0; i < run->n; i++) {
         struct pd_rt_choice *c = &run->choice[i];
         c->sent = c->total = 0;
-        c->done = false;
+        c->done = c->no_text = false;
         c->tokens.n = c->text.n = c->logprobs.n = c->carry.n = 0;
     }
     run->n_done = 0;
@@ -42,9 +42,11 @@ void pd_rt_d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, b
     run->failures += counts;
     if (!run->delivered && run->p)
         run->old_p = run->p;    /* what it computes or has is of use, if it is chosen again */
+    if (run->delivered && run->p && run->p_done)       /* who goes on computes the prompt: KV that was published and not taken is held for nobody */
+        pd_rt_send_cancel(run->p, run, "its decode worker is lost");
     pd_rt_release_p(run, run->delivered ? "its decode worker is lost" : NULL);
     pd_rt_release_d(run);
-    if (run->delivered && run->n > 1)
+    if (run->delivered && run->n > 1 && !pd_rt_only_early(run))
         pd_fail(&e, PD_EFAIL, "%.300s; %u choices were streaming, and only a request with n = 1 can go on elsewhere", why, run->n);
     else if (run->delivered && run->migrations == PD_RT_MAX_MIGRATIONS)
         pd_fail(&e, PD_EFAIL, "%.300s; the run has been moved %d times already", why, PD_RT_MAX_MIGRATIONS);

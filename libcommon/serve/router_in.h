@@ -41,7 +41,8 @@ struct pd_rt_client { struct pd_conn *c; struct pd_rt_listener *first; size_t wa
 struct pd_rt_choice {
     uint32_t sent;              /* tokens that have come, position after position */
     struct pd_buf tokens, text, logprobs;       /* int32; float, where they are asked for */
-    struct pd_buf carry;        /* text of a first token that went out early, without it */
+    struct pd_buf carry;        /* text of a first token that went out early, without it: it goes with the next one */
+    bool no_text;               /* such a one did, and its text has not come yet */
     uint32_t told;              /* of sent: in the trace */
     bool done;
     uint32_t total;             /* of its result */
@@ -135,6 +136,7 @@ struct pd_need pd_rt_need_of(struct pd_router *r, const struct pd_rt_run *run, i
 void pd_rt_note_route(struct pd_router *r, struct pd_rt_run *run, const char *reason, int64_t now);
 void pd_rt_release_d(struct pd_rt_run *run);
 void pd_rt_release_p(struct pd_rt_run *run, const char *cancel);
+bool pd_rt_only_early(const struct pd_rt_run *run);
 struct pd_routing pd_rt_routing(struct pd_router *r, const struct pd_rt_run *run);
 void pd_rt_send(struct pd_router *r, struct pd_rt_worker *w);           /* r->scratch */
 void pd_rt_send_cancel(struct pd_rt_worker *w, const struct pd_rt_run *run, const char *cause);

@@ -375,10 +375,19 @@ void pd_rt_note_route(struct pd_router *r, struct pd_rt_run *run, const char *re
     if (!r->o.trace)
         return;
     struct pd_route_note note = { .run = run->name, .reason = reason, .fallback = pd_rt_text_of(&run->fallback), .op = run->op, .attempt = run->attempt,
-                                  .resumed = run->delivered ? run->choice[0].sent : 0, .t_us = pd_wall_us(), .waited_us = now - run->t_accept };
+                                  .resumed = run->delivered && !pd_rt_only_early(run) ? run->choice[0].sent : 0, .t_us = pd_wall_us(), .waited_us = now - run->t_accept };
     if (pd_decision_encode(&r->decision, &note, &b, &e) == 0)
         pd_trace_record(r->o.trace, b.p, b.n);
     pd_buf_free(&b);
+}
+
+/* Nothing went out but first tokens before their text: who goes on computes them again, and they are not sent twice. */
+bool pd_rt_only_early(const struct pd_rt_run *run)
+{
+    for (uint32_t i = 0; i < run->n; i++)
+        if (run->choice[i].sent && !run->choice[i].no_text)
+            return false;
+    return true;
 }
 
 struct pd_routing pd_rt_routing(struct pd_router *r, const struct pd_rt_run *run)
@@ -393,7 +402,7 @@ struct pd_routing pd_rt_routing(struct pd_router *r, const struct pd_rt_run *run
         x.p = place_of(run->p);
     } else if (f)
         x.fallback = (struct pd_str){ f, strlen(f) };
-    if (run->delivered && run->migrations) {
+    if (run->delivered && run->migrations && !pd_rt_only_early(run)) {
         x.has_resume = true;
         x.resume = (const int32_t *)(const void *)run->choice[0].tokens.p;
         x.n_resume = run->choice[0].sent;

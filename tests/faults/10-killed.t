@@ -37,4 +37,25 @@ for how in ("kill", "stop"):
     for state in D_STATES:
         drill("d0", state, how)
 
+# An early first token is out, without its text, when its decode worker dies: another begins anew, and the text comes with the second token; also of several choices.
+for n in (1, 3):
+    name = f"decode worker killed with early first tokens out, n {n}"
+    many = [dict(q, n=n) for q in reqs(10)]
+    ref = undisturbed(many)
+    s = Set(1, 2, faults={"d0": "kv_transfer_started:stop:1", "d1": "kv_transfer_started:stop:1"}, route=["--early-first-token"])
+    c = s.client()
+    c.send(*[dict(q, stream=True) for q in many])
+    ok(c.wait(10 * n, "token") and s["d0"].struck() and s["d1"].struck() and all(t["pos"] == 0 and t["text"] == "" for t in c.of("token")), f"{name}: they are out", c.got[:3])
+    s["d0"].kill()
+    s["d1"].cont()
+    whole = {}
+    ok(c.wait(10 * n), f"{name}: all runs end", modes(c))
+    for t in c.of("token"):
+        whole.setdefault((t["run"], t.get("choice", 0)), []).append(t)
+    ends = {(r["run"], r["choice"]): r for r in c.of("result")}
+    moved = [r for r in ends.values() if (r["fallback"] or "").startswith("migrated")]
+    ok(told(c.of("result")) == ref and moved, f"{name}: as if nothing had been", modes(c))
+    ok(all([t["token"] for t in whole[k]] == r["tokens"] and "".join(t["text"] for t in whole[k]) == r["text"] and [t["pos"] for t in whole[k]] == list(range(len(r["tokens"])))
+           for k, r in ends.items()), f"{name}: the streams hold each token and all text once", [(k, [t["text"] for t in whole[k]], r["text"]) for k, r in ends.items()])
+    s.end(name, bound="60s")
 tap.done()
