@@ -22,7 +22,7 @@ import tap
 from tap import TINY, ok
 
 PLAIN = tap.B
-BIN = tap.B if os.environ.get("V") in ("fault", "asan") else f"{tap.B}/fault"
+BIN = tap.B if os.environ.get("V") in ("fault", "asan", "tsan") else f"{tap.B}/fault"
 ARGS = ["-t", "1", "--chunk", "16", "--max-seqs", "8"]
 tmp = tempfile.TemporaryDirectory()
 n_sets = 0
