@@ -1,8 +1,9 @@
+#include "../kv/convert.h"
 #include "../wire/pack.h"
 #include "../wire/value.h"
 #include "matrix.h"
 
-const char *const pd_match_names[] = { "ok", "convertible", "refused", "apart" };
+const char *const pd_match_names[] = { "ok", "converted", "convertible", "refused", "apart" };
 
 static bool among(struct pd_str key, const char *const *names)
 {
@@ -52,7 +53,8 @@ int pd_match(const struct pd_worker_rec *p, const struct pd_worker_rec *d, enum 
             bool there = find(pass ? p->fp_fields : d->fp_fields, key, &other);
             if (there && (pass || (v.n == other.n && !memcmp(v.p, other.p, v.n))))
                 continue;
-            enum pd_match m = among(key, advisory) ? PD_M_OK : among(key, convertible) ? PD_M_CONVERTIBLE : PD_M_REFUSED;
+            bool done = pd_conv_of_caps(d->caps, d->n_caps) & pd_conv_field(key.p, key.n);
+            enum pd_match m = among(key, advisory) ? PD_M_OK : !among(key, convertible) ? PD_M_REFUSED : done ? PD_M_CONVERTED : PD_M_CONVERTIBLE;
             *out = m > *out ? m : *out;
             rc = pd_buf_printf(why, e, "%s%.*s differs (prefill %s, decode %s)", why->n ? "; " : "", (int)(key.n < 60 ? key.n : 60), key.p,
                                show(pass ? other : v, a, sizeof a), show(pass ? v : other, b, sizeof b));
@@ -113,7 +115,7 @@ int pd_matrix_needed(const struct pd_matrix *m, struct pd_err *e)
             bool ok = false;
             for (uint32_t k = 0; k < (side ? m->n_p : m->n_d) && !ok; k++) {
                 uint32_t at = side ? k * m->n_d + i : i * m->n_d + k;
-                ok = m->m[at] == PD_M_OK;
+                ok = m->m[at] <= PD_M_CONVERTED;
                 if (m->m[at] == PD_M_CONVERTIBLE || m->m[at] == PD_M_REFUSED)
                     bad = bad < 0 ? at : bad;
             }

@@ -1,5 +1,6 @@
 #include <inttypes.h>
 #include <stdio.h>
+#include "../kv/convert.h"
 #include "../wire/pack.h"
 #include "policy.h"
 
@@ -100,7 +101,7 @@ static void list(struct pd_registry *r, struct pd_decision *o, bool giving)
             c->x = PD_X_TRIED;
         const char *why;
         if (!c->x && !giving && q->like >= 0) {
-            enum pd_fp_verdict v = pd_registry_pair(r, q->like, m->fp, &why);
+            enum pd_fp_verdict v = pd_registry_pair(r, q->like, m->fp, 0, NULL, &why);
             if (v == PD_FP_DIFFERS) {
                 c->x = PD_X_FINGERPRINT;
                 c->detail = why;
@@ -211,7 +212,8 @@ static void choose_pair(struct pd_registry *r, struct pd_decision *o)
             struct pd_candidate *d = &o->d_row[k];
             if (d->x || d->m == p->m)
                 continue;
-            if (pd_registry_pair(r, p->m->fp, d->m->fp, &why) == PD_FP_DIFFERS) {
+            unsigned converts;
+            if (pd_registry_pair(r, p->m->fp, d->m->fp, pd_conv_of_caps(d->m->said.caps, d->m->said.n_caps), &converts, &why) == PD_FP_DIFFERS) {
                 first = first ? first : why ? why : "it cannot be compared";
                 continue;
             }
@@ -220,6 +222,7 @@ static void choose_pair(struct pd_registry *r, struct pd_decision *o)
             if (!o->d || better(sum, g, best, given)) {
                 o->p = p->m;
                 o->d = d->m;
+                o->converts = converts;
                 best = sum;
                 given = g;
             }
@@ -242,6 +245,7 @@ void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_deci
     o->outcome = PD_WAIT_WORKER;
     o->mode = PD_MODE_LOCAL;
     o->p = o->d = NULL;
+    o->converts = 0;
     o->epoch = 0;
     o->n_p = o->n_d = o->left_out = 0;
     bool pair = need->policy == PD_POLICY_FIXED && !need->local && need->like < 0;
@@ -402,10 +406,13 @@ int pd_decision_encode(const struct pd_decision *o, const struct pd_route_note *
     pack_u64(&k, "left_out", o->left_out + (o->n_p > MAX_ROWS ? o->n_p - MAX_ROWS : 0) + (o->n_d > MAX_ROWS ? o->n_d - MAX_ROWS : 0));
     pd_pack_text(&k, "chosen");
     if (chosen) {
-        msgpack_pack_map(&k.pk, 3);
+        char text[PD_CONV_MAX];
+        msgpack_pack_map(&k.pk, 3 + (o->converts != 0));
         pack_text(&k, "mode", pd_mode_names[o->mode]);
         pack_text(&k, "p", o->p ? pd_member_name(o->p) : NULL);
         pack_text(&k, "d", pd_member_name(o->d));
+        if (o->converts)
+            pack_text(&k, "converted", pd_conv_text(o->converts, text));
     } else
         msgpack_pack_nil(&k.pk);
     pack_text(&k, "reason", note->reason ? note->reason : outcome[o->outcome]);

@@ -53,6 +53,7 @@ struct pd_decision {
     enum pd_outcome outcome;
     enum pd_mode mode;
     struct pd_member *p, *d;
+    unsigned converts;                  /* PD_CONV_* (../kv/convert.h): what d has to convert in p's KV */
     uint64_t epoch;                     /* of those considered */
     uint32_t n_p, n_d, left_out;        /* left_out: workers past PD_MAX_CANDIDATES, never looked at */
     struct pd_candidate p_row[PD_MAX_CANDIDATES], d_row[PD_MAX_CANDIDATES];

@@ -1,3 +1,4 @@
+#include "../kv/convert.h"
 #include "registry.h"
 
 enum { FACTOR = 2, SLACK = 8, BEATS = 3 };      /* reported and own runs may differ that much, that long */
@@ -9,7 +10,8 @@ static void forget_pairs(struct pd_registry *r, int fp)
     for (int i = 0; i < PD_MAX_FPS; i++) {
         struct pd_fp_pair *of[] = { &r->pair[fp][i], &r->pair[i][fp] };
         for (int k = 0; k < 2; k++) {
-            pd_free(of[k]->why);
+            pd_free(of[k]->why[0]);
+            pd_free(of[k]->why[1]);
             *of[k] = (struct pd_fp_pair){ 0 };
         }
     }
@@ -51,21 +53,28 @@ static int keep_fp(struct pd_registry *r, const uint8_t sha[PD_SHA_LEN], struct 
     return 0;
 }
 
-enum pd_fp_verdict pd_registry_pair(struct pd_registry *r, int p, int d, const char **why)
+enum pd_fp_verdict pd_registry_pair(struct pd_registry *r, int p, int d, unsigned admit, unsigned *converts, const char **why)
 {
     *why = NULL;
+    if (converts)
+        *converts = 0;
     if (p < 0 || d < 0)
         return PD_FP_DIFFERS;
     struct pd_fp_pair *x = &r->pair[p][d];
-    if (!x->verdict) {
+    struct pd_bin a = { r->fp[p].map.p, r->fp[p].map.n }, b = { r->fp[d].map.p, r->fp[d].map.n };
+    for (int i = 0; i < 2 && !x->verdict[i]; i++) {
         struct pd_err e = { 0 };
-        const struct pd_buf *a = &r->fp[p].map, *b = &r->fp[d].map;
-        x->verdict = (uint8_t)(1 + pd_fp_compare((struct pd_bin){ a->p, a->n }, (struct pd_bin){ b->p, b->n }, &e));
-        if (x->verdict != 1 + PD_FP_SAME)
-            x->why = pd_strndup(e.msg, strlen(e.msg), NULL);
+        unsigned needs = 0;
+        x->verdict[i] = (uint8_t)(1 + pd_fp_compare_with(a, b, i ? PD_CONV_ALL : 0, &needs, &e));
+        x->needs = (uint8_t)needs;
+        if (x->verdict[i] != 1 + PD_FP_SAME)
+            x->why[i] = pd_strndup(e.msg, strlen(e.msg), NULL);
     }
-    *why = x->why;
-    return (enum pd_fp_verdict)(x->verdict - 1);
+    bool bridged = x->needs && !(x->needs & ~admit);
+    if (converts && bridged)
+        *converts = x->needs;
+    *why = x->why[bridged];
+    return (enum pd_fp_verdict)(x->verdict[bridged] - 1);
 }
 
 /* ---- members ---- */

@@ -33,7 +33,8 @@ struct pd_member {
 };
 
 struct pd_fp_kept { uint8_t sha[PD_SHA_LEN]; struct pd_buf map; uint32_t users; };
-struct pd_fp_pair { uint8_t verdict; char *why; };      /* 0: not compared yet; else 1 + enum pd_fp_verdict */
+/* Of two fingerprints, as they are and as with conversions: 0: not compared yet; else 1 + enum pd_fp_verdict. needs: PD_CONV_* that the second takes. */
+struct pd_fp_pair { uint8_t verdict[2], needs; char *why[2]; };
 #define PD_MAX_FPS 64
 struct pd_registry {                    /* zero-initialise */
     struct pd_member *first; uint32_t n;        /* in the order in which they were added */
@@ -55,8 +56,9 @@ const char *pd_member_name(const struct pd_member *m);          /* as it calls i
 static inline bool pd_member_gives(const struct pd_member *m) { return !strcmp(m->said.role, "prefill"); }
 static inline bool pd_member_decodes(const struct pd_member *m) { return m->known && !pd_member_gives(m); }
 
-/* May KV go from p to d? *why (the registry's): the field that differs and both values, or NULL. */
-enum pd_fp_verdict pd_registry_pair(struct pd_registry *r, int p, int d, const char **why);
+/* May KV go from p to d? *why (the registry's): the field that differs and both values, or NULL. admit: PD_CONV_* (../kv/convert.h) that d converts; *converts
+ * (may be NULL): those that it has to. */
+enum pd_fp_verdict pd_registry_pair(struct pd_registry *r, int p, int d, unsigned admit, unsigned *converts, const char **why);
 /* A fingerprint is kept for somebody else than a member: a run that may have to go on elsewhere. */
 void pd_registry_hold_fp(struct pd_registry *r, int fp);
 void pd_registry_let_fp(struct pd_registry *r, int fp);

@@ -220,6 +220,22 @@ ok(len(pairs) == 2 and len({p for p, _ in pairs}) == 2 and len({d for _, d in pa
 s.w.update(p9=new[0], d9=new[1])
 s.end("rolling update")
 
+# ---- prefill workers of other blocks than decode's ----
+
+s = Set(0, 0, "--policy", "fixed")
+s.w = {"p0": Worker(s.dir, "p0", "prefill", "--block-size", "32", "--register", f"unix:{s.r.path}"),
+       "d0": Worker(s.dir, "d0", "decode", "--allow-convert", "block_size", "--register", f"unix:{s.r.path}")}
+s.r.until("workers_ready", 2)
+got, _ = s.play(requests())
+ok(told(got) == want and modes(got) == [("remote", "")] and not whole(got, requests()), "KV of blocks of 32 into blocks of 16: to the bit", (modes(got), whole(got, requests())[:2]))
+ok({r.get("converted") for r in results(got)} == {"block_size"}, "and every result says converted", {r.get("converted") for r in results(got)})
+x = run([f"{B}/bin/pd-route", "--check", "--worker", s.w["p0"].at, "--worker", s.w["d0"].at])
+ok(x.returncode == 0 and b"converted" in x.stdout and b"block_size differs (prefill 32, decode 16)" in x.stdout, "--check says so too, and 0", (x.returncode, x.stdout, x.stderr))
+x = run([f"{B}/bin/pd-trace", "cat", os.path.join(s.dir, "r.trace")])
+chosen = [r["chosen"] for r in tap.records(x.stdout) if r["pd"] == "route" and r["chosen"]]
+ok(len(chosen) == N and all(c.get("converted") == "block_size" for c in chosen), "the route says converted", chosen[:1])
+s.end("converted")
+
 # ---- clients that go ----
 
 s = Set(1, 1)

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <cmocka.h>
+#include "../../libcommon/kv/convert.h"
 #include "../../libcommon/route/matrix.h"
 #include "../../libcommon/route/policy.h"
 #include "../../libcommon/wire/json.h"
@@ -30,14 +31,15 @@ static void fields(struct pd_buf *b, int64_t theta, int64_t block, const char *n
     assert_int_equal(k.rc, 0);
 }
 
-struct who { const char *at, *role, *state; uint64_t epoch; int64_t theta, block; const char *numerics; struct pd_load load; struct pd_capacity cap; };
+struct who { const char *at, *role, *state; uint64_t epoch; int64_t theta, block; const char *numerics; struct pd_load load; struct pd_capacity cap; unsigned convert; };
 #define READY(a, r) { .at = a, .role = r, .state = "ready", .theta = 10000, .block = 16, .numerics = "x", .cap = { 1000, 16, 8, 64, 4096 } }
 
 static void record(const struct who *w, struct pd_buf *out)
 {
     struct pd_buf fp = { 0 };
     fields(&fp, w->theta, w->block, w->numerics);
-    struct pd_worker_rec r = { .worker = { w->at, strlen(w->at) }, .model_revision = { "m@0", 3 }, .numerics = { w->numerics, strlen(w->numerics) },
+    struct pd_str caps[PD_CONV_CAPS];
+    struct pd_worker_rec r = { .caps = caps, .n_caps = pd_conv_caps(w->convert, caps), .worker = { w->at, strlen(w->at) }, .model_revision = { "m@0", 3 }, .numerics = { w->numerics, strlen(w->numerics) },
         .domain = { "local", 5 },
         .fp_fields = { fp.p, fp.n }, .parallel = { 1, 1, 1 }, .capacity = w->cap, .load = w->load, .epoch = w->epoch, .layout = { .block_size = 16,
             .dtype = "f16",
@@ -325,6 +327,44 @@ static void room_for_the_output_counts(void **state)
     assert_string_equal(why(d), "capacity: 20 blocks of 20 are taken");
 }
 
+/* A decode worker that converts takes KV of other blocks; one that does not is refused by the same field; what nobody converts stays refused. */
+static void conversions_are_admitted_by_the_taker(void **state)
+{
+    struct who p = READY("unix:/p", "prefill"), d = READY("unix:/d", "decode"), c = READY("unix:/c", "decode");
+    struct pd_need q = need(PD_POLICY_FIXED);
+    struct pd_buf b = { 0 };
+    struct pd_route_note note = { .run = "x", .op = (const uint8_t[16]){ 0 } };
+    p.block = 32;
+    c.convert = PD_CONV_BLOCK_SIZE;
+    struct pd_member *mp = say(p, 1);
+    say(d, 1);
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_WORKER);
+    assert_string_equal(why(mp), "fingerprint: block_size differs (prefill 32, decode 16)");
+    struct pd_member *mc = say(c, 1);
+    for (int i = 0; i < 5; i++) {
+        pd_decide(&reg, &q, &dec);
+        assert_int_equal(dec.outcome, PD_CHOSEN);
+        assert_true(dec.d == mc && dec.p == mp && dec.converts == PD_CONV_BLOCK_SIZE);
+    }
+    assert_int_equal(pd_decision_encode(&dec, &note, &b, &e), 0);
+    assert_non_null(memmem(b.p, b.n, "converted\xaa" "block_size", 20));
+    p.block = 16;               /* alike: nothing to convert */
+    say(p, 2);
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.outcome == PD_CHOSEN && !dec.converts);
+    b.n = 0;
+    assert_int_equal(pd_decision_encode(&dec, &note, &b, &e), 0);
+    assert_null(memmem(b.p, b.n, "converted", 9));
+    p.block = 32;
+    p.theta = 5000;             /* and another model: no conversion makes it the same */
+    say(p, 3);
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_WORKER);
+    assert_non_null(strstr(why(mp), "rope_theta differs (prefill 5000, decode 10000)"));
+    pd_buf_free(&b);
+}
+
 static void fingerprints_are_let_go(void **state)
 {
     struct who w = READY("unix:/a", "both");
@@ -398,6 +438,6 @@ int main(void)
 #define T(f) cmocka_unit_test_teardown(f, clean)
     const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(who_has_much_to_read_gets_nothing_new), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
         T(no_kv_crosses_epochs),
-        T(room_for_the_output_counts), T(fingerprints_are_let_go), T(the_matrix_names_what_differs) };
+        T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
