@@ -52,7 +52,7 @@ TOOLS   := $(patsubst tests/tools/%.c,$(B)/tools/%,$(wildcard tests/tools/*.c))
 FUZZ    := $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
 PLUGIN  := $(B)/hdf5-plugin/libH5Zzstd.so
 
-.PHONY: all lib units drills fuzz check check-faults check-rdma check-long bench-engine bench-serve demo install clean
+.PHONY: all lib units drills fuzz check check-faults check-rdma check-long bench-engine bench-serve bench-kv demo install clean
 all: $(CMDS) $(PLUGIN)
 lib: $(B)/libpd.a
 units: $(UNITS) $(TOOLS)
@@ -130,6 +130,8 @@ bench-engine: all
 	scripts/bench-engine
 bench-serve: all $(B)/tools/bench_serve $(B)/tools/bench_xfer
 	scripts/bench-serve
+bench-kv: all $(B)/tools/bench_kv
+	scripts/bench-kv
 demo:
 	scripts/demo
 
