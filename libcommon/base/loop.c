@@ -1,12 +1,9 @@
 #include <errno.h>
 #include <event2/event.h>
 #include <limits.h>
-#include <linux/sched.h>
-#include <linux/sched/types.h>
 #include <stdbool.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 #include "clock.h"
 #include "log.h"
@@ -235,21 +232,8 @@ void pd_loop_free(struct pd_loop *l)
     pd_free(l);
 }
 
-/* A loop has little to do at a time and others wait for it, while as many threads may compute as there are cores: with short slices its thread gets a core when
- * it wakes, not at the next tick. Linux 6.12; older ones leave it as it is. */
-static void ask_for_short_slices(void)
-{
-    enum { SLICE_NS = 100000 };
-    struct sched_attr a = { .size = sizeof a };
-    if (syscall(SYS_sched_getattr, 0, &a, sizeof a, 0) || a.sched_policy != SCHED_NORMAL)
-        return;
-    a.sched_runtime = SLICE_NS;
-    (void)syscall(SYS_sched_setattr, 0, &a, 0);
-}
-
 int pd_loop_run(struct pd_loop *l, struct pd_err *e)
 {
-    ask_for_short_slices();
     int rc = !l->quit && event_base_loop(l->base, EVLOOP_NO_EXIT_ON_EMPTY) < 0 ? pd_fail_sys(e, "the event loop failed") : 0;
     l->quit = false;
     return rc;

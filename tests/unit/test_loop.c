@@ -9,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 #include <cmocka.h>
 #include "../../libcommon/base/clock.h"
@@ -247,38 +246,12 @@ static void descriptors_come_back(void **state)
     assert_int_equal(open_fds(), n);
 }
 
-/* Of this thread, ns; 0: the kernel does not tell (before Linux 6.12). */
-static uint64_t slice(void)
-{
-    uint64_t a[7] = { 0 };              /* struct sched_attr, whose header and <sched.h> do not go together */
-    return syscall(SYS_sched_getattr, 0, a, sizeof a, 0) ? 0 : a[3];
-}
-
-static void *run_one(void *ns)
-{
-    pd_loop_quit(loop);
-    pd_loop_run(loop, &e);
-    *(uint64_t *)ns = slice();
-    return NULL;
-}
-
-static void its_thread_has_short_slices(void **state)
-{
-    uint64_t ns = 0;
-    pthread_t t;
-    if (!slice())
-        skip();
-    assert_int_equal(pthread_create(&t, NULL, run_one, &ns), 0);
-    pthread_join(t, NULL);
-    assert_int_equal(ns, 100000);
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(readiness_is_told_as_asked, begin, end), cmocka_unit_test_setup_teardown(a_callback_may_free_any_watch, begin, end),
         cmocka_unit_test_setup_teardown(timers_are_never_early, begin, end), cmocka_unit_test_setup_teardown(posts_of_threads_arrive_in_order, begin, end),
         cmocka_unit_test_setup_teardown(work_may_be_handed_over_again, begin, end), cmocka_unit_test_setup_teardown(signals_are_levels, begin, end),
-        cmocka_unit_test_setup_teardown(its_thread_has_short_slices, begin, end), cmocka_unit_test(descriptors_come_back) };
+        cmocka_unit_test(descriptors_come_back) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
