@@ -2,7 +2,15 @@
 #include "../base/log.h"
 #include "giver_in.h"
 
-enum { TELL_BYTES = 1 << 20 /* of KV that became final before the loop is woken for it */ };
+/* The loop is woken when a quarter of a run's KV has become final, within these bounds: each time that the loops of both workers wake, compute threads stand
+ * aside; and what remains to be computed after the last layer's KV is to hide the last of it. */
+enum { TELL_LEAST = 1 << 20, TELL_MOST = 4 << 20 };
+
+static uint64_t tell_bytes(const struct pd_plan *p)
+{
+    uint64_t n = p->bytes / 4;
+    return n < TELL_LEAST ? TELL_LEAST : n > TELL_MOST ? TELL_MOST : n;
+}
 
 void pd_gv_step(struct pd_giver *g, const struct pd_gv_run *r, enum pd_state_id state, uint64_t bytes, const char *cause, const uint8_t *lease)
 {
@@ -88,8 +96,7 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
         r->untold += new * r->plan.chunk_bytes;
         pd_desk_touch(g->desk, &r->d);
     }
-    /* Each time that the loops of both workers wake, compute threads stand aside; and what remains after the last layer's attention hides the last of it. */
-    if (r->untold >= TELL_BYTES || (r->untold && (uint32_t)layer + 1 == r->plan.layers)) {
+    if (r->untold >= tell_bytes(&r->plan) || (r->untold && (uint32_t)layer + 1 == r->plan.layers)) {
         r->untold = 0;
         pd_desk_flush(g->desk);
     }
