@@ -416,6 +416,8 @@ static bool carry_in(struct send_src *c, const struct pd_rec *rec, struct pd_err
         return false;
     if (y.seq <= c->seq)
         return true;            /* said again over a new connection */
+    if (!c->seq)
+        c->seq = y.seq - 1;     /* of a sender whose receiver before us has the first ones */
     if (y.seq != c->seq + 1) {
         pd_fail(e, PD_ECORRUPT, "carry: number %llu after %llu", (unsigned long long)y.seq, (unsigned long long)c->seq);
         return false;
