@@ -7,12 +7,13 @@
 #include "../libcommon/serve/sender.h"
 #include "../libcommon/xfer/transport.h"
 
-static char *via, *peers, *kv_mem, *chunk, *resume, *trace, *status_of, *probe, *probe_max;
+static char *via, *peers, *kv_mem, *chunk, *resume, *trace, *codec, *status_of, *probe, *probe_max;
 static int keep_going, strict;
 enum { OUTS_MAX = 64 };
 static struct poptOption options[] = {
     { "via", '\0', POPT_ARG_STRING, &via, 0, "how KV may go between two that speak the transfer protocol, best first (default: shm, rdma, tcp, inline, as far as there are)", "SCHEMES" },
     { "peers", '\0', POPT_ARG_STRING, &peers, 0, "how many peers a listening endpoint serves before it is done (default 1)", "N" },
+    { "codec", '\0', POPT_ARG_STRING, &codec, 0, "how payload is coded in plain streams that go out: " PD_CODEC_LIST " (default: as it comes, or none)", "CODEC" },
     { "kv-mem", '\0', POPT_ARG_STRING, &kv_mem, 0, "memory for KV on its way (default an eighth of memory, 1GiB at most)", "SIZE" },
     { "chunk", '\0', POPT_ARG_STRING, &chunk, 0, "size of the chunks that go out (default: as they come)", "SIZE" },
     { "resume", '\0', POPT_ARG_STRING, &resume, 0, "how long a dropped transfer is tried to be gone on with (default: the connect timeout)", "TIME" },
@@ -102,6 +103,9 @@ static int run(const char **args, int *status, struct pd_err *e)
     if (max < 0 || !(o.net = pd_net_cli(e)) || (via && pd_via_check(via, e) < 0) || a_size("--kv-mem", kv_mem, 65536, &o.kv_mem, e) ||
         a_size("--chunk", chunk, 1, (int64_t *)&o.chunk_bytes, e))
         return e->code;
+    if (codec && !pd_codec_parse(codec, &o.codec))
+        return pd_fail(e, PD_EUSAGE, "--codec: '%s' is not " PD_CODEC_LIST, codec);
+    o.coded = codec != NULL;
     if (peers && pd_parse_int(peers, 1, 256, &n, e) < 0)
         return pd_err_prefix(e, "--peers");
     if (resume && pd_parse_duration(resume, &o.resume_us, e) < 0)

@@ -218,7 +218,7 @@ static void listeners_close(struct send *s)
     for (struct send_listener *l = s->listeners; l; l = l->next) {
         bool needed = l->left > 0;
         for (const struct send_src *c = s->srcs; l->in && c; c = c->next)
-            needed |= c->state != SS_ENDED && c->c.socket;     /* a hello may come at any time */
+            needed |= c->state == SS_LOST || (c->state != SS_ENDED && c->c.socket);    /* a hello may come at any time */
         for (uint32_t i = 0; i < s->n_dst; i++)
             needed |= s->dst[i].l == l && (s->dst[i].state == SD_PLAIN ? s->dst[i].may_ask : s->dst[i].state != SD_OVER);
         if (!needed)

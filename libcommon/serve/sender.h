@@ -14,6 +14,7 @@
  * One thread, no callbacks: pd_sender_run returns when all has arrived, or with the reason. */
 #ifndef PD_SERVE_SENDER_H
 #define PD_SERVE_SENDER_H
+#include "../kv/codec.h"
 #include "../trace/event.h"
 #include "../wire/endpoint.h"
 
@@ -27,6 +28,8 @@ struct pd_sender_opts {
     size_t max_record;
     int64_t kv_mem;                     /* 0: an eighth of memory, 1 GiB at most */
     uint64_t chunk_bytes;               /* of chunks that go out; 0: as they come */
+    bool coded;                         /* plain streams that go out are coded as `codec` says; else payload goes out plain, or as it came */
+    enum pd_codec_mode codec;
     bool json, keep_going, strict;
     const char *worker;                 /* kvsend@host:pid */
     struct pd_trace *trace;             /* or NULL */

@@ -4,6 +4,7 @@
 #include <sys/uio.h>
 #include <sys/un.h>
 #include <unistd.h>
+#include "../base/clock.h"
 #include "../base/log.h"
 #include "../kv/fingerprint.h"
 #include "../kv/prefix.h"
@@ -22,6 +23,9 @@ int send_dst_open(struct send_dst *d, struct pd_err *e)
     d->c.giving = true;
     d->ep.fd = -1;
     d->kept_end = &d->kept;
+    d->rule.mode = s->o.codec;
+    if (s->o.coded && s->o.codec != PD_CODEC_NONE && (rc = pd_codec_new(&d->codec, e)))
+        return rc;
     if (pd_endpoint_is_h5(d->spec)) {
         if (s->o.json)
             return pd_fail(e, PD_EUSAGE, "--format json: %s is a dump file, which has a form of its own", d->spec);
@@ -271,6 +275,8 @@ static bool pump_plain(struct send_out *o)
         return false;
     struct iovec *v = pd_out_pieces(&d->out, (int)(2 * o->plan.chunk_blocks), &e);
     rc = v ? pd_export_chunk(pool, send_run_blocks(r), &o->plan, &r->desc, o->at, &c, v, &n, &e) : PD_ENOMEM;
+    if (!rc && d->codec)
+        rc = pd_codec_chunk(d->codec, &d->rule, &c, v, &n, &e);
     if (!rc && d->s->o.json) {
         struct pd_buf b = { 0 };
         rc = pd_chunk_encode_head(&c, &b, &e);
@@ -279,13 +285,17 @@ static bool pump_plain(struct send_out *o)
         if (!rc)
             put_json(d, b.p, b.n);
         pd_buf_free(&b);
-    } else if (!rc && (rc = pd_chunk_encode_head(&c, pd_out_buf(&d->out), &e)) == 0)
+    } else if (!rc && (rc = pd_chunk_encode_head(&c, pd_out_buf(&d->out), &e)) == 0) {
         pd_out_chunk(&d->out, r, n);
+        d->chunk_us = pd_mono_us();
+        d->chunk_bytes = c.data.n;
+    }
     if (rc)
         send_fatal(d->s, &e);
     if (!o->first_us)
         o->first_us = d->s->now;
     o->sent += c.raw_len;
+    o->wire += c.data.n;
     o->at++;
     return true;
 }
@@ -561,6 +571,10 @@ static bool write_plain(struct send_dst *d)
         send_fatal(d->s, &e);
     }
     pd_out_wrote(&d->out, wrote);
+    if (d->chunk_bytes && !pd_out_has_chunk(&d->out)) {         /* what the link took, for the rule */
+        pd_codec_wrote(&d->rule, d->chunk_bytes, pd_mono_us() - d->chunk_us);
+        d->chunk_bytes = 0;
+    }
     return wrote > 0;
 }
 
@@ -697,6 +711,7 @@ void send_dst_free(struct send_dst *d)
         acked(d, UINT64_MAX);
     pd_out_free(&d->out);
     pd_buf_free(&d->json);
+    pd_codec_free(d->codec);
     pd_chan_close(&d->c);
     pd_leases_free(d->leases);
     pd_buf_free(&d->fp);

@@ -31,7 +31,7 @@ struct send_out {
     bool leased, released, finished;    /* released: the peer has verified it and said so */
     uint32_t tries;
     char scheme[12];
-    uint64_t sent, skipped;
+    uint64_t sent, skipped, wire;
     int64_t offered_us, accepted_us, first_us, verified_us;
 };
 
@@ -98,6 +98,9 @@ struct send_dst {
     bool may_ask, ending;
     struct pd_out out;                  /* plain */
     struct pd_buf json;
+    struct pd_codec *codec;             /* NULL: none */
+    struct pd_codec_rule rule;
+    int64_t chunk_us; uint64_t chunk_bytes;     /* the chunk that is being written: since when */
     struct pd_dump_w *dump;
     uint64_t lost;                      /* records that it has no place for */
     /* giving */

@@ -1,4 +1,5 @@
 #include "../base/clock.h"
+#include <stdio.h>
 #include "../base/log.h"
 #include "../kv/convert.h"
 #include "../model/dtype.h"
@@ -115,8 +116,8 @@ int send_desc_out(const struct send_run *r, const struct send_out *o, const stru
     struct pd_kvdesc out = *d;
     out.lease = (struct pd_bin){ NULL, 0 };
     out.payload = (struct pd_payload){ .scheme = "inline", .bytes = o->plan.bytes, .chunk_bytes = o->plan.chunk_bytes, .n_chunks = o->plan.n_chunks,
-                                       .chunk_blocks = o->plan.chunk_blocks, .codec = "none" };
-    (void)r;
+                                       .chunk_blocks = o->plan.chunk_blocks };
+    snprintf(out.payload.codec, sizeof out.payload.codec, "%s", o->d->codec ? pd_codec_name(o->d->rule.mode, r->desc.layout.dtype) : "none");
     return pd_kvdesc_encode(&out, b, e);
 }
 
@@ -125,7 +126,7 @@ int send_desc_out(const struct send_run *r, const struct send_out *o, const stru
 /* Chunks can go on as they come when each receiver reads a plain stream and nobody asked for chunks of another size. */
 static bool can_pass(const struct send_run *r)
 {
-    if (r->m || r->src->state == SS_TAKING || r->s->o.chunk_bytes)
+    if (r->m || r->src->state == SS_TAKING || r->s->o.chunk_bytes || r->s->o.coded)
         return false;
     for (uint32_t i = 0; i < r->n_out; i++)
         if (r->out[i].d->state != SD_PLAIN)
@@ -277,7 +278,7 @@ static void tell(const struct send_run *r, const struct send_out *o)
     struct pd_step step = { .run = r->desc.run, .gen = r->desc.gen, .op = r->desc.op, .lease = o->m || o->released ? o->lease : NULL };
     struct pd_figure f[] = {
         { "offered_bytes", (int64_t)r->plan.bytes }, { "skipped_bytes", (int64_t)o->skipped }, { "sent_bytes", (int64_t)o->sent },
-        { "wire_bytes", strcmp(o->scheme, "shm") ? (int64_t)o->sent : 0 }, { "queue_us", (o->accepted_us ? o->accepted_us : from) - r->came_us },
+        { "wire_bytes", o->wire ? (int64_t)o->wire : strcmp(o->scheme, "shm") ? (int64_t)o->sent : 0 }, { "queue_us", (o->accepted_us ? o->accepted_us : from) - r->came_us },
         { "queue_runs", s->most_runs }, { "first_byte_us", (o->first_us ? o->first_us : end) - from }, { "complete_us", end - from },
         { "exposed_us", end > came ? end - came : 0 }, { "retries", o->tries && o->tries != UINT32_MAX ? o->tries - 1 : 0 }, { "release_us", s->now - end },
         { "whole", whole } };

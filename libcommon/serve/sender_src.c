@@ -228,7 +228,10 @@ static void ended_runs(struct send_src *c, const char *why, int code)
 
 void send_src_end(struct send_src *c)
 {
-    ended_runs(c, "the stream ended before the run's kv record", PD_ECORRUPT);
+    if (c->s->stopping)
+        ended_runs(c, "interrupted", PD_ECANCEL);
+    else
+        ended_runs(c, "the stream ended before the run's kv record", PD_ECORRUPT);
     c->state = SS_ENDED;
     for (uint32_t i = 0; i < c->s->n_dst; i++)
         send_dst_unpin(&c->s->dst[i], c);

@@ -47,6 +47,16 @@ for chunk in ("1", "3KiB", "64MiB"):
     x = run(kvsend("--chunk", chunk), KV)
     y = run(decode("--format", "json"), x.stdout)
     same(y.stdout, f"--chunk {chunk}: the same", x.stderr + y.stderr)
+for codec in ("zstd", "auto", "none"):
+    x = run(kvsend("--codec", codec), KV)
+    y = run(kvsend(), x.stdout)
+    z = run(decode("--format", "json"), y.stdout)
+    same(z.stdout, f"--codec {codec}, and on as it comes: the same", x.stderr + y.stderr + z.stderr)
+    if codec == "zstd":
+        c = start(kvsend("-i", f"unix-listen:{tmp}/z"))
+        t = run(kvsend("-o", f"unix:{tmp}/z"), x.stdout)
+        same(run(decode("--format", "json"), c.stdout.read()).stdout, "what comes coded goes on by transfer: the same", t.stderr + c.stderr.read())
+        ok(c.wait() == 0 and t.returncode == 0, "in good order")
 x = run(kvsend("--format", "json"), KV)
 y = run(kvsend("--chunk", "4KiB", "--format", "json"), x.stdout)
 z = run(decode("--format", "json"), y.stdout)

@@ -202,7 +202,7 @@ def peak(pid):
     return int([x for x in open(f"/proc/{pid}/status") if x.startswith("VmHWM")][0].split()[1]) >> 10
 
 
-big = run(prefill(), lines([{"id": i, "prompt": f"word {i} " * 40, "max_tokens": 2, "seed": i} for i in range(900)])).stdout
+big = run(prefill(), lines([{"id": i, "prompt": f"{i} " + "word " * 40, "max_tokens": 2, "seed": i} for i in range(900)])).stdout
 open(f"{tmp}/big.kv", "wb").write(big)
 x = start(kvsend("-i", f"{tmp}/big.kv"))
 time.sleep(1)
@@ -216,7 +216,7 @@ mem = peak(r.pid), peak(t.pid)
 out = r.stdout.read()
 ok(max(mem) < 40 and t.wait() == 0 and r.wait() == 0 and len(out) > 0.95 * len(big), f"the same by transfer, for 7 s: {mem} MiB, and nothing is given up", t.stderr.read() + r.stderr.read())
 ok(key(out) == key(big), "and it is all there")
-x = run(kvsend("--kv-mem", "64KiB", "--chunk", "4KiB", "-k"), run(prefill(), lines([{"id": 1, "prompt": "word " * 230, "max_tokens": 2}])).stdout)
+x = run(kvsend("--kv-mem", "64KiB", "--chunk", "4KiB", "-k"), run(prefill(), lines([{"id": 1, "prompt": "word " * 45, "max_tokens": 2}])).stdout)
 y = results(run(decode("--format", "json"), x.stdout).stdout)
 ok(x.returncode == 8 and b"--kv-mem" in x.stderr and len(y) == 1 and y[0]["fallback"], "a run that can have no room: 8, and it is computed again", (x.stderr, y))
 x = run(["bash", "-c", f"{B}/bin/pd-kvsend -i {tmp}/big.kv | head -c 100000 >/dev/null; exit ${{PIPESTATUS[0]}}"])
