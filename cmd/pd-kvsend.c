@@ -100,7 +100,7 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (status_of)
         return pd_print_status(status_of, e);
-    if (max < 0 || !(o.net = pd_net_cli(e)) || (via && pd_via_check(via, e) < 0) || a_size("--kv-mem", kv_mem, 65536, &o.kv_mem, e) ||
+    if (max < 0 || !(o.net = pd_net_cli(e)) || (via && pd_via_check(via, e) < 0) || a_size("--kv-mem", kv_mem, 4096, &o.kv_mem, e) ||
         a_size("--chunk", chunk, 1, (int64_t *)&o.chunk_bytes, e))
         return e->code;
     if (codec && !pd_codec_parse(codec, &o.codec))

@@ -104,8 +104,6 @@ static int step(struct probe *p, int wait_ms, struct pd_err *e)
     int64_t now = pd_mono_us();
     pd_xfer_tick(p->c.x, now);
     pd_chan_raw(&p->c, now);
-    if (pd_xfer_fd(p->c.x) >= 0)
-        pd_xfer_poll(p->c.x, now);
     if ((rc = on_events(p, e)) || (rc = pd_chan_flush(&p->c, now, e)) < 0)
         return rc;
     struct pollfd f[3] = { { .fd = p->c.fd, .events = (short)(POLLIN | (rc == 1 ? POLLOUT : 0)) }, { .fd = p->c.raw, .events = p->c.raw_waits ? POLLOUT : 0 },

@@ -23,6 +23,7 @@ int send_dst_open(struct send_dst *d, struct pd_err *e)
     d->c.giving = true;
     d->ep.fd = -1;
     d->kept_end = &d->kept;
+    snprintf(d->name, sizeof d->name, "%.100s/%u", s->o.worker ? s->o.worker : "kvsend", (unsigned)(d - s->dst));
     d->rule.mode = s->o.codec;
     if (s->o.coded && s->o.codec != PD_CODEC_NONE && (rc = pd_codec_new(&d->codec, e)))
         return rc;
@@ -54,7 +55,7 @@ int send_dst_open(struct send_dst *d, struct pd_err *e)
 static int make_xfer(struct send_dst *d, struct pd_err *e)
 {
     struct send *s = d->s;
-    struct pd_xfer_opts o = { .giving = true, .relay = true, .unix_socket = d->c.unix_socket, .via = s->o.via, .worker = s->o.worker, .epoch = d->epoch,
+    struct pd_xfer_opts o = { .giving = true, .relay = true, .unix_socket = d->c.unix_socket, .via = s->o.via, .worker = d->name, .epoch = d->epoch,
         .fp_fields = { d->fp.p, d->fp.n }, .pool = d->st->pool, .leases = d->leases, .accept_us = SEND_PATIENT_US, .stall_us = SEND_PATIENT_US };
     d->c.heard = d->c.pinged = s->now;
     d->c.raw_dead = false;
@@ -587,8 +588,6 @@ static bool work_xfer(struct send_dst *d)
     bool moved = false;
     pd_xfer_tick(d->c.x, s->now);
     pd_chan_raw(&d->c, s->now);
-    if (pd_xfer_fd(d->c.x) >= 0)
-        pd_xfer_poll(d->c.x, s->now);
     while (pd_xfer_event(d->c.x, &ev)) {
         moved = true;
         if (ev.kind != PD_XE_CLOSED) {

@@ -74,7 +74,7 @@ struct send_src {
     uint32_t number;
     bool probe, relay, end_came, dialled;
     struct send_run *waits;             /* plain: nothing is read before this one has begun */
-    uint8_t life[8];                    /* of a taking one: whoever dials again with it is the same peer */
+    uint8_t life[8]; char peer[120];    /* of a taking one: whoever dials again with both is the same peer */
     int64_t until;                      /* lost */
     struct pd_buf fp;                   /* fingerprint of its hello */
     struct send_store *st;
@@ -108,6 +108,7 @@ struct send_dst {
     struct pd_leases *leases;
     struct pd_buf fp;
     uint64_t epoch;
+    char name[120];                     /* ours, and which of our receivers it is: what we are known by when we dial again */
     struct send_kept *kept, **kept_end;
     size_t kept_bytes;
     uint64_t seq, acked;

@@ -261,6 +261,7 @@ static int take(struct send_src *c, const struct pd_hello *h, const struct pd_re
     if ((rc = pd_buf_add(&c->fp, h->fp_fields.p, h->fp_fields.n, e)))
         return rc;
     memcpy(c->life, h->life, sizeof c->life);
+    snprintf(c->peer, sizeof c->peer, "%.*s", h->worker.n < 119 ? (int)h->worker.n : 119, h->worker.p ? h->worker.p : "");
     c->relay = pd_hello_can(h, "relay");
     c->probe = pd_hello_can(h, "probe");
     struct pd_xfer_opts o = { .relay = true, .unix_socket = c->c.unix_socket, .via = s->o.via, .worker = s->o.worker, .epoch = h->epoch,
@@ -273,6 +274,14 @@ static int take(struct send_src *c, const struct pd_hello *h, const struct pd_re
     return 0;
 }
 
+/* The same sender, whose connection is gone; whether we have noticed or not. */
+static bool is_again(const struct send_src *o, const struct pd_hello *h)
+{
+    return (o->state == SS_LOST || o->state == SS_TAKING) && o->relay && !o->probe && !memcmp(o->life, h->life, sizeof h->life) && pd_str_eq(h->worker, o->peer);
+}
+
+static void lost(struct send_src *c, const char *why);
+
 /* The transfer protocol begins, or goes on for a sender that was lost: then its connection is given to that one, and c is over. */
 static void on_hello(struct send_src *c, const struct pd_rec *rec)
 {
@@ -282,14 +291,18 @@ static void on_hello(struct send_src *c, const struct pd_rec *rec)
     struct send_src *to = c;
     int rc = pd_hello_decode(rec->p, rec->n, &mem, &h, &e);
     for (struct send_src *o = c->s->srcs; !rc && c->state != SS_LOST && o; o = o->next)
-        if (o != c && o->state == SS_LOST && !memcmp(o->life, h.life, sizeof h.life) && !h.has_attach)
+        if (o != c && !h.has_attach && is_again(o, &h))
             to = o;
+    if (to != c && to->state == SS_TAKING)
+        lost(to, "it came again");
+    if (to != c && to->state != SS_LOST)
+        to = c;                 /* it had ended just then */
     if (to != c) {
         pd_chan_close(&to->c);
         to->c = c->c;
         pd_chan_init(&c->c);
         c->state = SS_ENDED;
-    } else if (!rc && c->state == SS_LOST && memcmp(c->life, h.life, sizeof h.life))
+    } else if (!rc && c->state == SS_LOST && !is_again(c, &h))
         rc = pd_fail(&e, PD_ECORRUPT, "another sender answers where one was lost");
     if (!rc)
         rc = h.has_attach ? pd_fail(&e, PD_ECORRUPT, "hello: `attach` in a stream of records") : take(to, &h, rec, &e);
@@ -530,8 +543,6 @@ static bool work_taking(struct send_src *c)
     uint64_t before = pd_xfer_counts(c->c.x).bytes_out;
     pd_xfer_tick(c->c.x, s->now);
     pd_chan_raw(&c->c, s->now);
-    if (pd_xfer_fd(c->c.x) >= 0)
-        pd_xfer_poll(c->c.x, s->now);
     bool moved = pd_xfer_work(c->c.x, WORK, s->now);
     while (pd_xfer_event(c->c.x, &ev)) {
         moved = true;
@@ -592,7 +603,7 @@ static void broken(struct send_src *c, struct pd_err *e)
 bool send_src_again(const struct send *s, const struct pd_hello *h)
 {
     for (const struct send_src *o = s->srcs; o; o = o->next)
-        if (o->state == SS_LOST && !memcmp(o->life, h->life, sizeof h->life))
+        if (is_again(o, h))
             return true;
     return false;
 }
