@@ -334,7 +334,7 @@ static void loop(struct send *s)
                 return;
             moved |= all;
         }
-        if (!moved)
+        if (!moved && !s->fatal.code)
             sleep_until_something(s, s->guests ? s->now + GUEST_US : INT64_MAX);
     }
 }
