@@ -19,7 +19,7 @@ static struct poptOption options[] = {
     { "keep-going", 'k', POPT_ARG_NONE, &keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a run was recovered from a fault", NULL },
     { "role", '\0', POPT_ARG_STRING, &role, 0, "as a daemon: decode (default) or both: what a router may use it for", "ROLE" },
-    { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may come, best first (default shm,inline)", "SCHEMES" },
+    { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may come, best first (default shm,inline; over TCP tcp,inline)", "SCHEMES" },
     { "in-place", '\0', POPT_ARG_NONE, &in_place, 0, "as a daemon: read KV that comes by shm where the prefill worker has it", NULL },
     PD_DAEMON_OPTIONS,
     PD_REGISTER_OPTIONS,

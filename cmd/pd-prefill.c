@@ -8,11 +8,12 @@
 #include "../libcommon/wire/endpoint.h"
 #include "../libcommon/xfer/transport.h"
 
-static char *kv, *codec, *via, *lease;
+static char *kv, *codec, *via, *lease, *streams;
 static struct poptOption options[] = {
     { "kv", '\0', POPT_ARG_STRING, &kv, 0, "how the KV travels: inline (default: in the stream)", "SCHEME" },
     { "codec", '\0', POPT_ARG_STRING, &codec, 0, "KV in the stream: none (default), zstd, or auto (zstd where the reader is slower than the coding)", "NAME" },
-    { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may go, best first (default shm,inline)", "SCHEMES" },
+    { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may go, best first (default shm,inline; over TCP tcp,inline)", "SCHEMES" },
+    { "streams", '\0', POPT_ARG_STRING, &streams, 0, "as a daemon: streams of data to a decode worker by tcp (default 4)", "N" },
     { "lease", '\0', POPT_ARG_STRING, &lease, 0, "as a daemon: how long published KV is kept for a decode worker (default 30s)", "TIME" },
     PD_DAEMON_OPTIONS,
     PD_REGISTER_OPTIONS,
@@ -35,7 +36,7 @@ static int serve(struct pd_err *e)
     struct pd_runtime rt = { 0 };
     struct pd_trace *trace = NULL;
     struct pd_daemon_opts o = { .role = "prefill" };
-    int64_t max = pd_cli_max_record(e), lease_us = 0;
+    int64_t max = pd_cli_max_record(e), lease_us = 0, n_streams = 0;
     int rc = max < 0 ? e->code : pd_daemon_from_cli(&o, e);
     if (rc < 0)
         return rc;
@@ -45,9 +46,11 @@ static int serve(struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--lease: '%s' is not a time of 100ms or more (example: --lease 30s)", lease);
     if (via && (rc = pd_via_check(via, e)) < 0)
         return rc;
+    if (streams && pd_parse_int(streams, 1, PD_XFER_STREAMS_MAX, &n_streams, e) < 0)
+        return pd_err_prefix(e, "--streams");
     o.max_record = (size_t)max;
     if ((rc = pd_engine_open("prefill", &rt, e)) == 0 && (rc = pd_engine_trace("prefill", &rt, &trace, e)) == 0) {
-        struct pd_giver_opts g = { .seed = pd_engine_cli.seed, .lease_us = lease_us, .via = via, .trace = trace,
+        struct pd_giver_opts g = { .seed = pd_engine_cli.seed, .lease_us = lease_us, .via = via, .streams = (uint32_t)n_streams, .trace = trace,
                                     .routers = (const char *const *)pd_register_cli.routers };
         rc = pd_giver_serve(&rt, &g, &o, e);
     }
@@ -76,8 +79,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return describe(e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (via || lease || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
-        return pd_fail(e, PD_EUSAGE, "--via, --lease, --register, --metrics, --ready-fd and --max-connections are for daemons "
+    if (via || lease || streams || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
+        return pd_fail(e, PD_EUSAGE, "--via, --streams, --lease, --register, --metrics, --ready-fd and --max-connections are for daemons "
                                      "(add --listen unix:PATH)");
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);

@@ -548,6 +548,19 @@ static int take_elsewhere(struct pd_import *im, uint32_t index, struct place at,
     return take_data(im, index, at, im->scratch, n, xxh3, e);
 }
 
+int pd_import_place(struct pd_import *im, uint32_t index, uint64_t bytes, struct iovec *iov, int *n_iov, struct pd_err *e)
+{
+    if (!im->landing || index >= im->plan.n_chunks)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u is beyond the %u that were offered", im->offer.run, index, im->plan.n_chunks);
+    struct place at = place_of(&im->plan, index);
+    if (pd_import_has(im, index))
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u came twice", im->offer.run, index);
+    if (bytes != 2 * (uint64_t)im->bytes_a_block * at.blocks)
+        return pd_fail(e, PD_ECORRUPT, "run %s: chunk %u has %" PRIu64 " bytes, the offer implies %" PRIu64, im->offer.run, index, bytes, 2 * (uint64_t)im->bytes_a_block * at.blocks);
+    *n_iov = pieces(im->pool, im->blocks, at, iov);
+    return 0;
+}
+
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e)
 {
     if ((!im->from && !im->landing) || index >= im->plan.n_chunks)

@@ -50,6 +50,8 @@ struct pd_import_opts {
 int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, struct pd_err *e);
 /* A chunk that lies in the peer's memory, or has landed: copied where that is not where it will be used, then what will be used is held against its checksum. Errors as pd_import_chunk. */
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e);
+/* Where a chunk of `bytes` lands: at most 2 * chunk_blocks pieces. PD_ECORRUPT: it is none that is missing, or not of that length. */
+int pd_import_place(struct pd_import *im, uint32_t index, uint64_t bytes, struct iovec *iov, int *n_iov, struct pd_err *e);
 /* The same run offered again, after its link died: the import goes on, with what was verified. PD_ECORRUPT: not that run, generation, tokens, layout.
  * Blocks read in place are not resumed (PD_EFAIL). Of o only from, from_blocks, landing. */
 int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_err *e);

@@ -925,6 +925,7 @@ bool pd_conn_is_json(const struct pd_conn *c) { return pd_rstream_is_json(c->in)
 bool pd_conn_ended(const struct pd_conn *c) { return c->ended; }
 bool pd_conn_open(const struct pd_conn *c) { return !c->dying && !c->hup && !c->finishing; }
 bool pd_conn_opening(const struct pd_conn *c) { return c->opening; }
+int pd_conn_fd(const struct pd_conn *c) { return c->fd; }
 bool pd_conn_is_tcp(const struct pd_conn *c) { return c->tcp; }
 int pd_conn_pid(const struct pd_conn *c) { return c->pid; }
 int64_t pd_conn_since(const struct pd_conn *c) { return c->since; }

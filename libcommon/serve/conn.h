@@ -96,6 +96,7 @@ bool pd_conn_is_json(const struct pd_conn *c);
 bool pd_conn_ended(const struct pd_conn *c);    /* no more records will come */
 bool pd_conn_open(const struct pd_conn *c);     /* what is put can still reach the peer */
 bool pd_conn_opening(const struct pd_conn *c);  /* it does not stand yet */
+int pd_conn_fd(const struct pd_conn *c);        /* to ask about it */
 bool pd_conn_is_tcp(const struct pd_conn *c);
 int pd_conn_pid(const struct pd_conn *c);       /* of the peer when it connected; 0: unknown */
 int64_t pd_conn_since(const struct pd_conn *c); /* mono us */

@@ -1,3 +1,4 @@
+#include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../wire/value.h"
@@ -373,8 +374,11 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     put(to, "leases_reaped", (int64_t)n.reaped);
     put(to, "links", g->links.n);
     put(to, "moves", pd_metric_value(g->m_moves));
-    put(to, "given_inline", pd_metric_value(g->m_given[0]));
-    put(to, "given_shm", pd_metric_value(g->m_given[1]));
+    for (int i = 0; i < PD_TRANSPORTS; i++) {
+        char name[40];
+        snprintf(name, sizeof name, "given_%s", pd_transports[i]->scheme);
+        put(to, name, pd_metric_value(g->m_given[i]));
+    }
     put(to, "given_bytes", pd_metric_value(g->m_given_bytes));
     put(to, "not_given", pd_metric_value(g->m_not_given));
     put(to, "published", pd_metric_value(g->m_ends[0]));
@@ -438,7 +442,8 @@ static int make_metrics(struct pd_giver *g, struct pd_err *e)
         { &ends, &g->m_ends[3], "refused" }, { &tokens, &g->m_tokens, NULL }, { &live, &g->m_live, NULL }, { &leased, &g->m_leased, NULL },
         { &lease, &g->m_lease[0], "granted" }, { &lease, &g->m_lease[1], "read" }, { &lease, &g->m_lease[2], "renewed" },
         { &lease, &g->m_lease[3], "released" }, { &lease, &g->m_lease[4], "expired" }, { &lease, &g->m_lease[5], "revoked" },
-        { &lease, &g->m_lease[6], "reaped" }, { &moves, &g->m_moves, NULL }, { &given, &g->m_given[0], "inline" }, { &given, &g->m_given[1], "shm" },
+        { &lease, &g->m_lease[6], "reaped" }, { &moves, &g->m_moves, NULL }, { &given, &g->m_given[0], "inline" }, { &given, &g->m_given[1], "shm" }, { &given, &g->m_given[2], "tcp" },
+        { &given, &g->m_given[3], "rdma" },
         { &bytes, &g->m_given_bytes, NULL }, { &not_given, &g->m_not_given, NULL }, { &links, &g->m_links, NULL } };
 #undef COUNTER
 #undef GAUGE
@@ -475,7 +480,7 @@ int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct 
         goto out;
     g->links.o = (struct pd_links_opts){ .l = pd_daemon_loop(g->d), .max_record = dopts->max_record, .net = &pd_daemon_get_opts(g->d)->net,
         .event = pd_gv_on_link, .ctx = g,
-        .xfer = { .giving = true, .via = o->via, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch,
+        .xfer = { .giving = true, .via = o->via, .streams = o->streams, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch,
                   .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .pool = rt->pool, .leases = g->leases, .accept_us = ACCEPT_US } };
     pd_desk_on(g->desk, g->d);
     if ((rc = make_metrics(g, e)) < 0)

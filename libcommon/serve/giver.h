@@ -26,7 +26,8 @@ struct pd_giver_opts {
     int64_t seed;
     uint32_t max_runs;          /* see pd_desk; 0: four times max_seqs */
     int64_t lease_us;           /* 0: 30 s */
-    const char *via;            /* NULL: "shm,inline" */
+    const char *via;            /* NULL: PD_XFER_VIA */
+    uint32_t streams;           /* of tcp; 0: PD_XFER_STREAMS */
     struct pd_trace *trace;     /* or NULL */
     const char *const *routers; /* where to register (register.h), NULL-ended, or NULL */
 };

@@ -71,7 +71,7 @@ struct pd_giver {
     _Atomic uint32_t waiting;
     /* counted by both */
     struct pd_metric *m_rows, *m_cached, *m_steps, *m_seqs, *m_blocks[3], *m_ends[4], *m_lease[7], *m_live,
-        *m_leased, *m_moves, *m_given[2], *m_given_bytes, *m_not_given, *m_links, *m_tokens;
+        *m_leased, *m_moves, *m_given[PD_TRANSPORTS], *m_given_bytes, *m_not_given, *m_links, *m_tokens;
 };
 
 /* giver_prefill.c: the thread's */

@@ -225,7 +225,7 @@ void pd_gv_on_link(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
         break;
     case PD_XE_VERIFIED:
         r->settled = !r->moved_on;
-        pd_metric_add(g->m_given[!strcmp(pd_move_scheme(ev->move), "shm")], 1);
+        pd_metric_add(g->m_given[pd_transport_number(pd_move_scheme(ev->move))], 1);
         pd_metric_add(g->m_given_bytes, (int64_t)ev->bytes);
         break;
     case PD_XE_RELEASED: case PD_XE_FAILED: case PD_XE_CANCELLED:

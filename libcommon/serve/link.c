@@ -260,6 +260,8 @@ static int make(struct pd_links *s, struct pd_conn *c, struct pd_link **out, str
     k->raw = -1;
     struct pd_xfer_opts xo = s->o.xfer;
     xo.unix_socket = !pd_conn_is_tcp(c);
+    xo.tcp = pd_conn_is_tcp(c);
+    xo.net = s->o.net;
     xo.peer_pid = pd_conn_pid(c);
     xo.peer_start = pd_conn_pid(c) ? pd_proc_start(pd_conn_pid(c)) : 0;
     int rc = pd_xfer_new(&xo, pd_mono_us(), &k->x, e);
@@ -297,9 +299,17 @@ static int attach(struct pd_links *s, struct pd_conn *c, const struct pd_rec *re
     if (!k)
         return pd_fail(e, PD_ECORRUPT, "hello: `attach` names no connection of this process that waits for descriptors");
     struct pd_tls *tls = NULL;
+    bool tcp = pd_conn_is_tcp(c);
     int fd = pd_conn_detach(c, &tls, e);
     if (fd < 0)
         return fd;
+    if (tcp) {          /* a stream of data; one that cannot be had is its dialler's loss */
+        if (pd_xfer_stream(k->x, fd, tls, pd_mono_us(), e) < 0)
+            pd_warn("a stream of data: %s", e->msg);
+        pd_xfer_poll(k->x, pd_mono_us());
+        pd_link_soon(k);
+        return 1;
+    }
     if (take_raw(k, fd, e) < 0)
         raw_over(k, e);
     return 1;
@@ -357,7 +367,15 @@ static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
 
 static void leave_be(void *ctx, struct pd_conn *c) { (void)ctx; (void)c; }      /* its owner closes it when its runs are over */
 
-const struct pd_conn_cb pd_links_cb = { .record = on_record, .ended = on_ended, .pull = on_pull, .pulled = on_pulled, .drain = leave_be, .gone = on_gone };
+static void on_stands(void *ctx, struct pd_conn *c)
+{
+    struct pd_link *k = pd_conn_get(c);
+    (void)ctx;
+    if (k)
+        pd_xfer_dialled(k->x, pd_conn_fd(c));
+}
+
+const struct pd_conn_cb pd_links_cb = { .stands = on_stands, .record = on_record, .ended = on_ended, .pull = on_pull, .pulled = on_pulled, .drain = leave_be, .gone = on_gone };
 
 int pd_links_dial(struct pd_links *s, const char *at, void *user, struct pd_link **out, struct pd_err *e)
 {

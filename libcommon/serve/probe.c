@@ -154,9 +154,9 @@ static int open_it(struct probe *p, struct pd_err *e)
         return rc;
     pd_chan_of(&p->c, &p->ep, p->o->at);
     p->c.giving = true;
-    struct pd_xfer_opts o = { .giving = true, .relay = true, .probe = true, .unix_socket = p->c.unix_socket, .via = p->o->via, .worker = p->o->worker,
+    struct pd_xfer_opts o = { .giving = true, .relay = true, .probe = true, .via = p->o->via, .worker = p->o->worker,
         .fp_fields = { p->fp.p, p->fp.n }, .pool = p->pool, .leases = p->leases, .accept_us = PATIENCE_US, .stall_us = PATIENCE_US };
-    if ((rc = pd_chan_reader(&p->c, p->o->at, p->o->max_record + 64, e)) || (rc = pd_xfer_new(&o, pd_mono_us(), &p->c.x, e)) || (rc = until(p, &p->ready, e)))
+    if ((rc = pd_chan_reader(&p->c, p->o->at, p->o->max_record + 64, e)) || (rc = pd_chan_xfer(&p->c, &o, p->o->net, pd_mono_us(), e)) || (rc = until(p, &p->ready, e)))
         return rc;
     if (!pd_hello_can(pd_xfer_peer(p->c.x), "relay"))
         return pd_fail(e, PD_EINCOMPAT, "%s: what listens there is no pd-kvsend, and takes no probes", p->o->at);

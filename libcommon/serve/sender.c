@@ -101,6 +101,7 @@ static struct send_guest *guest_new(struct send *s, struct send_listener *l, int
     g->c.fd = fd;
     g->c.own = g->c.socket = true;
     g->c.unix_socket = l->path != NULL;
+    g->c.tcp = !l->path;
     g->shaken = !keys;
     if (!l->path)
         pd_tcp_tune(fd);
@@ -117,7 +118,7 @@ static void accept_some(struct send *s, struct send_listener *l)
         guest_new(s, l, fd);
 }
 
-/* Descriptors for a connection that is here. */
+/* Descriptors, or a stream of data, for a connection that is here. */
 static bool attach(struct send *s, struct send_guest *g, const struct pd_hello *h)
 {
     struct pd_chan *to = NULL;
@@ -129,7 +130,14 @@ static bool attach(struct send *s, struct send_guest *g, const struct pd_hello *
             to = &s->dst[i].c;
     if (!to)
         return false;
-    pd_chan_take_raw(to, g->c.fd, s->now);
+    if (g->c.tcp) {         /* a stream of data */
+        struct pd_err e;
+        if (pd_xfer_stream(to->x, g->c.fd, g->c.tls, s->now, &e) < 0)
+            pd_warn("%s: %s", g->l->spec, e.msg);
+        g->c.tls = NULL;
+        g->c.fd = -1;
+    } else
+        pd_chan_take_raw(to, g->c.fd, s->now);
     g->c.own = false;
     return true;
 }

@@ -38,8 +38,20 @@ void pd_chan_of(struct pd_chan *c, const struct pd_endpoint *ep, const char *spe
     c->fd = ep->tls ? ep->sock : ep->fd;
     c->socket = k == PD_EP_UNIX || k == PD_EP_TCP;
     c->unix_socket = k == PD_EP_UNIX;
+    c->tcp = c->dialled = k == PD_EP_TCP;
     if (k == PD_EP_UNIX)
         snprintf(c->path, sizeof c->path, "%s", rest);
+}
+
+int pd_chan_xfer(struct pd_chan *c, struct pd_xfer_opts *o, const struct pd_net *net, int64_t now, struct pd_err *e)
+{
+    o->unix_socket = c->unix_socket;
+    o->tcp = c->tcp;
+    o->net = net;
+    int rc = pd_xfer_new(o, now, &c->x, e);
+    if (!rc && c->dialled)
+        pd_xfer_dialled(c->x, c->fd);
+    return rc;
 }
 
 int pd_chan_reader(struct pd_chan *c, const char *name, size_t max_record, struct pd_err *e)

@@ -21,6 +21,7 @@ struct pd_chan {
     bool readable, eof;                 /* poll said so; the last byte was read */
     struct pd_xfer *x;                  /* NULL: a plain stream */
     bool unix_socket, giving;
+    bool tcp, dialled;                  /* dialled: over TCP, by us: its streams of data are ours to dial */
     char path[108];                     /* of a Unix socket that we dialled, else "" */
     int raw;                            /* descriptors; -1: none */
     bool raw_dead, raw_ready, raw_waits;
@@ -32,6 +33,8 @@ void pd_chan_init(struct pd_chan *c);
 /* An open endpoint, which stays the owner of its descriptor. */
 void pd_chan_of(struct pd_chan *c, const struct pd_endpoint *ep, const char *spec);
 int pd_chan_reader(struct pd_chan *c, const char *name, size_t max_record, struct pd_err *e);
+/* A transfer on it, from o with what the connection itself says. */
+int pd_chan_xfer(struct pd_chan *c, struct pd_xfer_opts *o, const struct pd_net *net, int64_t now, struct pd_err *e);
 /* As pd_rstream_next without waiting. Sets eof at the end, whatever brought it. */
 int pd_chan_next(struct pd_chan *c, struct pd_rec *rec, bool *bad, int64_t now, struct pd_err *e);
 /* Write what x has. 0: all of it; 1: the rest when it can be; < 0: the peer is gone. */

@@ -264,9 +264,9 @@ static int take(struct send_src *c, const struct pd_hello *h, const struct pd_re
     snprintf(c->peer, sizeof c->peer, "%.*s", h->worker.n < 119 ? (int)h->worker.n : 119, h->worker.p ? h->worker.p : "");
     c->relay = pd_hello_can(h, "relay");
     c->probe = pd_hello_can(h, "probe");
-    struct pd_xfer_opts o = { .relay = true, .unix_socket = c->c.unix_socket, .via = s->o.via, .worker = s->o.worker, .epoch = h->epoch,
+    struct pd_xfer_opts o = { .relay = true, .via = s->o.via, .worker = s->o.worker, .epoch = h->epoch,
         .fp_fields = { c->fp.p, c->fp.n }, .pool = c->st->pool, .accept_us = SEND_PATIENT_US, .stall_us = SEND_PATIENT_US };
-    if ((rc = pd_xfer_new(&o, s->now, &c->c.x, e)))
+    if ((rc = pd_chan_xfer(&c->c, &o, s->o.net, s->now, e)))
         return rc;
     c->c.heard = c->c.pinged = s->now;
     c->state = SS_TAKING;

@@ -40,7 +40,7 @@ struct pd_taker {
     struct unacked *unacked, **last_unacked; uint32_t n_unacked;
     struct pd_timer *timer;
     struct pd_taker_counts n;
-    struct pd_metric *m_taken[2], *m_bytes, *m_us, *m_held, *m_resumed;
+    struct pd_metric *m_taken[PD_TRANSPORTS], *m_bytes, *m_us, *m_held, *m_resumed;
     struct pd_metrics *metrics;
 };
 
@@ -232,7 +232,7 @@ static uint32_t *held_of(const struct pd_taker *t, const struct pd_expect *x, co
 
 static bool goes_on(const struct pd_expect *x, const struct pd_kvdesc *d) { return x->parked && !memcmp(x->gen, d->gen, sizeof x->gen); }
 
-static void accept(struct pd_taker *t, struct pd_expect *x)
+static void take_offer(struct pd_taker *t, struct pd_expect *x)
 {
     int64_t now = pd_mono_us();
     const struct pd_kvdesc *d = pd_move_desc(x->move);
@@ -270,7 +270,7 @@ void pd_taker_room(struct pd_taker *t)
         if ((uint64_t)want + reserve > s.max - s.used && want <= s.max && s.used)
             break;
         leave_room(t, x);
-        accept(t, x);           /* more than the whole pool: refused with the numbers */
+        take_offer(t, x);           /* more than the whole pool: refused with the numbers */
     }
     set_timer(t);
 }
@@ -281,7 +281,7 @@ static void offered(struct pd_taker *t, struct pd_expect *x, struct pd_move *m, 
     x->move = m;
     x->link = k;
     if (goes_on(x, pd_move_desc(m))) {  /* it has its blocks */
-        accept(t, x);
+        take_offer(t, x);
         return;
     }
     unpark(x);
@@ -378,7 +378,7 @@ static void on_taken(struct pd_taker *t, struct pd_expect *x, const struct pd_xf
     int rc = pd_kvdesc_encode(pd_move_desc(ev->move), &b, &e);
     rc = rc ? rc : pd_kvdesc_decode(b.p, b.n, &kv.mem, &kv.desc, &e);
     pd_buf_free(&b);
-    bool shm = !strcmp(pd_move_scheme(ev->move), "shm");
+    int by = pd_transport_number(pd_move_scheme(ev->move));
     if (!rc && !(kv.blocks = pd_take_blocks(ev->move, &kv.n_blocks)))
         rc = pd_fail(&e, PD_EFAIL, "its blocks were taken already");
     if (!rc && pd_take_in_place(ev->move))
@@ -390,9 +390,9 @@ static void on_taken(struct pd_taker *t, struct pd_expect *x, const struct pd_xf
         fail(t, x, rc == PD_ENOMEM ? "out_of_blocks" : "kv_failed", &e);
         return;
     }
-    t->n.taken[shm]++;
+    t->n.taken[by]++;
     t->n.bytes += ev->bytes;
-    pd_metric_add(t->m_taken[shm], 1);
+    pd_metric_add(t->m_taken[by], 1);
     t->n.held_blocks += held;
     pd_metric_add(t->m_held, held);
     pd_metric_add(t->m_bytes, (int64_t)ev->bytes);
@@ -622,8 +622,8 @@ int pd_taker_on(struct pd_taker *t, struct pd_loop *l, struct pd_metrics *m, str
         .xfer = { .via = o->via, .worker = o->rt->worker, .domain = o->rt->domain, .epoch = o->rt->epoch,
                   .fp_fields = { o->rt->fp.map.p, o->rt->fp.map.n }, .pool = o->rt->pool, .convert = o->rt->convert } };
     int rc = pd_timer_new(l, on_timer, t, &t->timer, e);
-    rc = rc ? rc : pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ "inline" }, &t->m_taken[0], e);
-    rc = rc ? rc : pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ "shm" }, &t->m_taken[1], e);
+    for (int i = 0; !rc && i < PD_TRANSPORTS; i++)
+        rc = pd_metric_get(m, &taken, (const char *const[PD_METRIC_LABELS]){ pd_transports[i]->scheme }, &t->m_taken[i], e);
     rc = rc ? rc : pd_metric_get(m, &bytes, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_bytes, e);
     rc = rc ? rc : pd_metric_get(m, &held, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_held, e);
     rc = rc ? rc : pd_metric_get(m, &resumed, (const char *const[PD_METRIC_LABELS]){ NULL }, &t->m_resumed, e);

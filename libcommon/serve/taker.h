@@ -73,7 +73,7 @@ bool pd_taker_give_up_one(struct pd_taker *t);          /* the youngest that hol
 void pd_taker_close(struct pd_taker *t);        /* drain: the connections, as soon as nothing is on its way */
 struct pd_taker_counts {
     uint32_t links, expected, waiting /* for room */, moving, early, pinned /* read in place now */;
-    uint64_t taken[2] /* inline, shm */, bytes, failed, held_blocks /* that were not sent */, resumed, committed /* releases told over another connection */;
+    uint64_t taken[PD_TRANSPORTS], bytes, failed, held_blocks /* that were not sent */, resumed, committed /* releases told over another connection */;
 };
 struct pd_taker_counts pd_taker_counts(const struct pd_taker *t);
 #endif

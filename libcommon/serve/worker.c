@@ -469,8 +469,11 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     put(to, "moves_waiting", n.waiting);
     put(to, "in_place", n.pinned);
     put(to, "moves", n.moving);
-    put(to, "taken_inline", (int64_t)n.taken[0]);
-    put(to, "taken_shm", (int64_t)n.taken[1]);
+    for (int i = 0; i < PD_TRANSPORTS; i++) {
+        char name[40];
+        snprintf(name, sizeof name, "taken_%s", pd_transports[i]->scheme);
+        put(to, name, (int64_t)n.taken[i]);
+    }
     put(to, "taken_bytes", (int64_t)n.bytes);
     put(to, "not_taken", (int64_t)n.failed);
     put(to, "held_blocks", (int64_t)n.held_blocks);

@@ -45,12 +45,13 @@ void pd_x_give_drained(struct pd_move *m)
 
 static int choose(struct pd_xfer *x, const char *via, struct pd_move *m, struct pd_err *e)
 {
-    for (uint32_t i = 0; i < x->n_via; i++)
-        if (!x->dead[i].code && (!via || !strcmp(via, x->via[i]->scheme))) {
-            m->tr = x->via[i];
-            m->path = x->path[i];
-            return 0;
-        }
+    for (int wait = 0; wait < 2; wait++)        /* what can carry something now, before what cannot yet */
+        for (uint32_t i = 0; i < x->n_via; i++)
+            if (!x->dead[i].code && (!via || !strcmp(via, x->via[i]->scheme)) && (wait || !x->via[i]->up || x->via[i]->up(x->path[i]))) {
+                m->tr = x->via[i];
+                m->path = x->path[i];
+                return 0;
+            }
     return pd_fail(e, PD_EINCOMPAT, "no transport %s here: %s", via ? via : "is left", x->via_text);
 }
 
@@ -187,7 +188,7 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
     if (m && m->state == M_CANCELLING)
         x->n.late++;
     if (!m || m->state == M_CANCELLING) {
-        for (uint32_t i = 0; i < x->n_via && r.tag && !rc; i++)
+        for (uint32_t i = 0; i < x->n_via && r.n_target && !rc; i++)
             if (x->via[i]->decline)
                 x->via[i]->decline(x->path[i], &r);
         goto out;
@@ -205,7 +206,7 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
         pd_x_fail(m, &e, "ended");
         goto out;
     }
-    if (m->tr->aim && r.n_target) {
+    if (m->tr->aim && (r.n_target || (r.tag && m->tr->stream))) {
         struct pd_sending s = sending(m);
         if (m->tr->aim(m->path, &s, &r, &e)) {
             rc = pd_x_fatal(x, e.code, "%s", e.msg);
@@ -386,6 +387,7 @@ static int pull_one(struct pd_move *m)
         SET_BIT(m->skip, k);
         m->bytes += chunk_len(m, k);
         x->pulled += chunk_len(m, k);
+        x->n.bytes_out += m->tr->stream ? chunk_len(m, k) : 0;
     }
     m->n_left -= sent;
     m->at = i + sent < m->plan.n_chunks ? i + sent : 0;

@@ -2,7 +2,7 @@
 #include <sys/uio.h>
 #include "transport.h"
 
-static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, bool unix_socket, struct pd_err *e) { return 0; }
+static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, const struct pd_xfer_opts *o, struct pd_err *e) { return 0; }
 
 static int offer(void *path, const struct pd_sending *s, struct pd_payload *y, struct pd_arena *a, struct pd_err *e)
 {
@@ -34,13 +34,22 @@ static int fence(void *path, const void *owner, struct pd_out *out, struct pd_er
 
 const struct pd_transport pd_inline = { .scheme = "inline", .usable = usable, .offer = offer, .send = send_one, .fence = fence };
 
+const struct pd_transport *const pd_transports[PD_TRANSPORTS] = { &pd_inline, &pd_shm, &pd_tcp, &pd_rdma };
+
 const struct pd_transport *pd_transport_find(struct pd_str scheme)
 {
-    static const struct pd_transport *const all[] = { &pd_inline, &pd_shm, &pd_rdma };
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (pd_str_eq(scheme, all[i]->scheme))
-            return all[i];
+    for (int i = 0; i < PD_TRANSPORTS; i++)
+        if (pd_str_eq(scheme, pd_transports[i]->scheme))
+            return pd_transports[i];
     return NULL;
+}
+
+int pd_transport_number(const char *scheme)
+{
+    int i = PD_TRANSPORTS - 1;
+    while (i && strcmp(scheme, pd_transports[i]->scheme))
+        i--;
+    return i;
 }
 
 int pd_via_check(const char *via, struct pd_err *e)
@@ -48,8 +57,8 @@ int pd_via_check(const char *via, struct pd_err *e)
     for (const char *s = via; *s; s += *s == ',') {
         struct pd_str one = { s, strcspn(s, ",") };
         if (!pd_transport_find(one))
-            return pd_fail(e, PD_EUSAGE, "--via: '%.*s' is no transport (example: --via shm,inline)", (int)one.n, s);
+            return pd_fail(e, PD_EUSAGE, "--via: '%.*s' is no transport (example: --via shm,tcp,inline)", (int)one.n, s);
         s += one.n;
     }
-    return *via ? 0 : pd_fail(e, PD_EUSAGE, "--via is empty (example: --via shm,inline)");
+    return *via ? 0 : pd_fail(e, PD_EUSAGE, "--via is empty (example: --via shm,tcp,inline)");
 }

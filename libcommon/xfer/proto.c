@@ -1,7 +1,10 @@
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
+#include <unistd.h>
 #include "../base/proc.h"
 #include "../kv/convert.h"
 #include "../kv/fingerprint.h"
@@ -253,13 +256,13 @@ static int parse_via(struct pd_xfer *x, const char *via, struct pd_err *e)
     for (const char *s = via; *s; s += *s == ',') {
         struct pd_str one = { s, strcspn(s, ",") };
         if (!pd_transport_find(one))
-            return pd_fail(e, PD_EUSAGE, "--via: '%.*s' is no transport (example: --via shm,inline)", (int)one.n, s);
+            return pd_fail(e, PD_EUSAGE, "--via: '%.*s' is no transport (example: --via shm,tcp,inline)", (int)one.n, s);
         if (h->n_via == 4)
             return pd_fail(e, PD_EUSAGE, "--via: more than 4 transports");
         h->via[h->n_via++] = one;
         s += one.n;
     }
-    return h->n_via ? 0 : pd_fail(e, PD_EUSAGE, "--via is empty (example: --via shm,inline)");
+    return h->n_via ? 0 : pd_fail(e, PD_EUSAGE, "--via is empty (example: --via shm,tcp,inline)");
 }
 
 /* What each of them has to say in the hello. */
@@ -320,6 +323,7 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     x->o.accept_us = limit(o->accept_us, 5000000);
     x->o.stall_us = limit(o->stall_us, 30000000);
     x->o.cancel_us = limit(o->cancel_us, 1000000);
+    x->all = -1;
     x->opened = x->now = now;
     struct pd_hello *h = &x->mine;
     *h = (struct pd_hello){ .version = PD_XFER_VERSION, .version_min = PD_XFER_VERSION, .epoch = o->epoch, .fp_fields = o->fp_fields,
@@ -343,7 +347,7 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     memcpy(h->life, h->conn, sizeof h->life);
     rc = rc ? rc : pd_sha256(o->fp_fields.p, o->fp_fields.n, h->fp_sha, e);
     rc = rc ? rc : set_caps(x, e);
-    rc = rc ? rc : parse_via(x, o->via ? o->via : PD_XFER_VIA, e);
+    rc = rc ? rc : parse_via(x, o->via ? o->via : o->tcp ? "tcp,inline" : "shm,inline", e);
     rc = rc ? rc : greet(x, e);
     rc = rc ? rc : pd_hello_encode(h, pd_out_buf(&x->out), e);
     if (rc) {
@@ -370,6 +374,12 @@ void pd_xfer_free(struct pd_xfer *x)
         return;
     pd_xfer_lost(x, "closed here", x->now);
     forget_greeted(x);
+    if (x->all >= 0)
+        close(x->all);
+    for (; x->n_early; x->n_early--) {
+        pd_tls_free(x->early[x->n_early - 1].tls);
+        close(x->early[x->n_early - 1].fd);
+    }
     for (struct pd_move *m = x->moves, *next; m; m = next) {
         next = m->next;
         if (m->draining || m->fencing)
@@ -428,7 +438,7 @@ static int choose_via(struct pd_xfer *x)
             path = x->greeted[mine];
         if (!lists(other, taker->via[i]))
             pd_fail(&e, PD_EINCOMPAT, "%s: the other side does not offer it", t->scheme);
-        else if (!t->usable(&x->mine, &x->theirs, x->o.unix_socket, &e) && t->open && t->open(x->o.giving, &x->theirs, &path, &e) == PD_ENOMEM)
+        else if (!t->usable(&x->mine, &x->theirs, &x->o, &e) && t->open && t->open(&x->o, &x->theirs, &path, &e) == PD_ENOMEM)
             return pd_x_fatal(x, PD_ENOMEM, "%s", e.msg);
         if (e.code) {
             snprintf(why_not + strlen(why_not), sizeof why_not - strlen(why_not), "%s%.120s", *why_not ? "; " : "", e.msg);
@@ -438,6 +448,7 @@ static int choose_via(struct pd_xfer *x)
             x->greeted[mine] = NULL;
         x->path[x->n_via] = path;
         x->via[x->n_via++] = t;
+        x->streams |= t->stream != NULL;
         tell_via(x, ',', t->scheme);
     }
     forget_greeted(x);
@@ -445,6 +456,22 @@ static int choose_via(struct pd_xfer *x)
         return pd_x_fatal(x, PD_EINCOMPAT, "there is no way to move KV between the two: %s", *why_not ? why_not : "no transport is known to both");
     if (*why_not)
         tell_via(x, '(', why_not);
+    return 0;
+}
+
+/* Several of them are one to whoever waits. */
+static int gather_fds(struct pd_xfer *x)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < x->n_via; i++)
+        n += x->via[i]->fd != NULL;
+    if (n < 2)
+        return 0;
+    if ((x->all = epoll_create1(EPOLL_CLOEXEC)) < 0)
+        return pd_x_fatal(x, PD_ENOMEM, "no descriptor is left for a transfer");
+    for (uint32_t i = 0; i < x->n_via; i++)
+        if (x->via[i]->fd && epoll_ctl(x->all, EPOLL_CTL_ADD, x->via[i]->fd(x->path[i]), &(struct epoll_event){ .events = EPOLLIN }))
+            return pd_x_fatal(x, PD_ENOMEM, "a transfer's descriptors cannot be waited for");
     return 0;
 }
 
@@ -478,9 +505,13 @@ static int hello(struct pd_xfer *x, const void *rec, size_t n)
         memcpy(bridged.order, mine->layout.order, sizeof bridged.order);
     if (pd_layout_hash(&bridged) != mine->layout.layout_hash)
         return pd_x_fatal(x, PD_EINCOMPAT, "layout_hash differs (prefill %016" PRIx64 ", decode %016" PRIx64 ")", p->layout.layout_hash, d->layout.layout_hash);
-    if ((rc = choose_via(x)))
+    if ((rc = choose_via(x)) || (rc = gather_fds(x)))
         return rc;
     x->state = X_OPEN;
+    while (x->n_early) {
+        x->n_early--;
+        pd_xfer_stream(x, x->early[x->n_early].fd, x->early[x->n_early].tls, x->now, NULL);
+    }
     return 0;
 }
 
@@ -785,13 +816,35 @@ int pd_xfer_fd(const struct pd_xfer *x)
 {
     for (uint32_t i = 0; i < x->n_via && x->state == X_OPEN; i++)
         if (x->via[i]->fd)
-            return x->via[i]->fd(x->path[i]);
+            return x->all >= 0 ? x->all : x->via[i]->fd(x->path[i]);
     return -1;
 }
 
-void pd_xfer_poll(struct pd_xfer *x, int64_t now)
+void pd_xfer_dialled(struct pd_xfer *x, int fd)
+{
+    struct pd_tcp_addr *a = &x->o.peer;
+    a->n = sizeof a->a;
+    x->o.dialled = x->o.tcp && !getpeername(fd, (struct sockaddr *)&a->a, &a->n);
+}
+
+int pd_xfer_stream(struct pd_xfer *x, int fd, struct pd_tls *tls, int64_t now, struct pd_err *e)
 {
     x->now = now;
+    if (x->state == X_GREETING && x->n_early < PD_XFER_STREAMS_MAX) {
+        x->early[x->n_early].fd = fd;
+        x->early[x->n_early++].tls = tls;
+        return 0;
+    }
+    for (uint32_t i = 0; i < x->n_via && x->state == X_OPEN; i++)
+        if (x->via[i]->stream)
+            return x->via[i]->stream(x->path[i], fd, tls, e);
+    pd_tls_free(tls);
+    close(fd);
+    return pd_fail(e, PD_EINCOMPAT, "no transport of this connection has streams of its own");
+}
+
+static void poll_once(struct pd_xfer *x, int64_t now, bool *more)
+{
     for (uint32_t i = 0; i < x->n_via && x->state == X_OPEN; i++) {
         struct pd_err e = { 0 };
         int rc = x->via[i]->progress ? x->via[i]->progress(x->path[i], &e) : 0;
@@ -799,12 +852,26 @@ void pd_xfer_poll(struct pd_xfer *x, int64_t now)
             pd_x_fatal(x, rc, "%s", e.msg);
             return;
         }
-        for (struct pd_move *m = x->moves; rc && x->o.giving && m; m = m->next)
-            if (m->tr == x->via[i] && m->state < M_VERIFIED)
+        for (struct pd_move *m = x->moves; rc && m; m = m->next)
+            if (m->tr == x->via[i] && (x->o.giving ? m->state < M_VERIFIED : m->state == M_MOVING || m->state == M_CLOSED))
                 m->since = now;
-        if (rc && !x->o.giving)
+        if (rc && !x->o.giving && x->via[i]->landed)
             pd_x_take_landed(x, i);
+        else if (rc && !x->o.giving)
+            *more |= pd_x_take_placed(x, i);
     }
+}
+
+void pd_xfer_poll(struct pd_xfer *x, int64_t now)
+{
+    bool more = true;
+    x->now = now;
+    x->pulled = 0;
+    while (more && x->state == X_OPEN && x->pulled < PULL) {
+        more = false;
+        poll_once(x, now, &more);
+    }
+    while (x->state == X_OPEN && x->o.giving && x->pulled < PULL && x->streams && pd_x_give_pull(x) > 0) {}
 }
 
 /* ---- small questions ---- */

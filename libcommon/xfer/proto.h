@@ -17,10 +17,11 @@
  * connection with an error record without a run, and every move with it. Late records of a move that is over are counted and dropped. */
 #ifndef PD_XFER_PROTO_H
 #define PD_XFER_PROTO_H
+#include "../wire/tcp.h"
 #include "transport.h"
 
 #define PD_XFER_MOVES 1024      /* open at once on one connection */
-#define PD_XFER_VIA "shm,inline"
+#define PD_XFER_VIA "shm,tcp,inline"    /* over a Unix socket shm,inline, over TCP tcp,inline */
 enum { PD_XFER_CAPS = 3 };
 extern struct pd_str pd_xfer_caps[PD_XFER_CAPS];        /* what hello says that this end can do; of one that takes, what it converts besides (pd_conv_caps) */
 
@@ -29,6 +30,10 @@ struct pd_xfer_opts {
     bool relay;                         /* a filter that hands on what others made: generations of any life pass (cap `relay`) */
     bool probe;                         /* giving: what is given is a measurement and is dropped where it was verified (cap `probe`) */
     bool unix_socket;                   /* descriptors can pass */
+    bool tcp;                           /* the connection is one over TCP: streams of data may stand beside it */
+    bool dialled; struct pd_tcp_addr peer;      /* we dialled it, there (pd_xfer_dialled): the streams are ours to dial */
+    const struct pd_net *net;           /* their keys; or NULL */
+    uint32_t streams;                   /* how many; 0: PD_XFER_STREAMS */
     const char *via;                    /* schemes that may be used, best first; NULL: PD_XFER_VIA */
     const char *worker, *domain;        /* may be NULL */
     uint64_t epoch;
@@ -60,6 +65,9 @@ struct pd_xfer_event { enum pd_xfer_event_kind kind; bool last; struct pd_move *
 
 int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out, struct pd_err *e);     /* its hello waits to be written */
 void pd_xfer_free(struct pd_xfer *x);           /* as lost, without events */
+void pd_xfer_dialled(struct pd_xfer *x, int fd);        /* where the connection goes, once it stands and before anything is fed */
+/* A stream that the peer has dialled (its first record was a hello whose `attach` is pd_xfer_conn(x, false)). Owned from here on, whatever comes of it. */
+int pd_xfer_stream(struct pd_xfer *x, int fd, struct pd_tls *tls, int64_t now, struct pd_err *e);
 int pd_xfer_feed(struct pd_xfer *x, const void *rec, size_t n, int64_t now, struct pd_err *e);          /* one framed record (wire/stream) */
 void pd_xfer_lost(struct pd_xfer *x, const char *why, int64_t now);
 void pd_xfer_tick(struct pd_xfer *x, int64_t now);
@@ -71,7 +79,7 @@ void pd_xfer_wrote(struct pd_xfer *x, size_t n, int64_t now);
 /* The raw socket for descriptors (both directions of use, see pd-kv.5): giving, after READY and after each pd_give: 0 all passed, 1 go on when writable.
  * Taking, when readable: 0. < 0: shm is over on this connection (moves that wait for it fail); close the raw socket. */
 int pd_xfer_fds(struct pd_xfer *x, int sock, int64_t now, struct pd_err *e);
-/* Payload that is written straight into memory (rdma): a descriptor to be watched for reading besides the connection's own, or -1; it may be another one after
+/* Payload that goes beside the connection (rdma, tcp): a descriptor to be watched for reading besides the connection's own, or -1; it may be another one after
  * READY, and is gone when the connection is over. When it is readable, and once after READY and after each pd_take: pd_xfer_poll. */
 int pd_xfer_fd(const struct pd_xfer *x);
 void pd_xfer_poll(struct pd_xfer *x, int64_t now);

@@ -72,6 +72,9 @@ struct pd_xfer {
     void *greeted[4];                   /* by the order of mine.via: made before hello, not in use (yet) */
     struct pd_err dead[4];              /* its path failed: why */
     uint32_t n_via;
+    bool streams;                       /* one of them is tcp */
+    struct { int fd; struct pd_tls *tls; } early[PD_XFER_STREAMS_MAX]; uint32_t n_early;    /* streams that came before the peer's hello */
+    int all;                            /* an epoll of their descriptors, where there are several; or -1 */
     char via_text[256];
     struct pd_out out;
     uint64_t pulled;                    /* payload bytes hashed in this call of pd_xfer_iov */
@@ -124,6 +127,7 @@ int pd_x_take_done(struct pd_xfer *x, const void *rec, size_t n);
 int pd_x_take_kv(struct pd_xfer *x, const void *rec, size_t n);
 void pd_x_take_end(struct pd_move *m);          /* drops what came */
 void pd_x_take_landed(struct pd_xfer *x, uint32_t via);         /* more has landed by that transport */
+bool pd_x_take_placed(struct pd_xfer *x, uint32_t via);         /* chunks that have come over its streams: true when there was one */
 void pd_x_take_mapped(struct pd_xfer *x, const struct pd_err *none);    /* new memory came; none: why no more will */
 void pd_x_take_tick(struct pd_move *m);
 int64_t pd_x_take_next(const struct pd_move *m);

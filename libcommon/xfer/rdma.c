@@ -80,7 +80,7 @@ static int greet(bool giving, struct pd_hello *mine, struct pd_arena *a, void **
     return mine->rdma.why.p ? 0 : PD_ENOMEM;
 }
 
-static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, bool unix_socket, struct pd_err *e)
+static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, const struct pd_xfer_opts *o, struct pd_err *e)
 {
     if (!mine->has_rdma || !mine->rdma.qp)
         return pd_fail(e, PD_EINCOMPAT, "%s", mine->rdma.why.p ? mine->rdma.why.p : "rdma: it was not asked for");
@@ -96,7 +96,7 @@ static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, bo
     return 0;
 }
 
-static int open_path(bool giving, const struct pd_hello *theirs, void **path, struct pd_err *e)
+static int open_path(const struct pd_xfer_opts *o, const struct pd_hello *theirs, void **path, struct pd_err *e)
 {
     struct path *p = *path;
     memcpy(p->gid, theirs->rdma.gid, sizeof p->gid);
@@ -394,7 +394,7 @@ static int add_region(struct path *p, struct target *t, uint8_t *at, size_t n, u
 
 /* The blocks from the first one on of which something is missing: each run of neighbours is a target, a region for its part of each layer's K and V; one for
  * all where it fills its slab. */
-static int land(void *path, const void *owner, const struct pd_pool *pool, const struct pd_import *im, struct pd_accept *r, struct pd_arena *a, struct pd_err *e)
+static int land(void *path, const void *owner, const struct pd_pool *pool, struct pd_import *im, struct pd_accept *r, struct pd_arena *a, struct pd_err *e)
 {
     struct path *p = path;
     const struct pd_plan *plan = pd_import_plan(im);

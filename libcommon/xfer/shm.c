@@ -9,7 +9,7 @@
 #include <unistd.h>
 #include "../base/fault.h"
 #include "../wire/frame.h"
-#include "transport.h"
+#include "proto.h"
 
 enum { MAX_FDS = 32, MAX_PACKET = 4096, SUMS = 8 /* chunks hashed in one go */ };
 
@@ -26,10 +26,10 @@ struct path {
     size_t n_in;
 };
 
-static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, bool unix_socket, struct pd_err *e)
+static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, const struct pd_xfer_opts *o, struct pd_err *e)
 {
     const struct pd_hello *giver = !strcmp(mine->role, "prefill") ? mine : theirs;
-    if (!unix_socket)
+    if (!o->unix_socket)
         return pd_fail(e, PD_EINCOMPAT, "shm: descriptors pass over a Unix socket only");
     if (!mine->has_boot || !theirs->has_boot || memcmp(mine->boot, theirs->boot, sizeof mine->boot))
         return pd_fail(e, PD_EINCOMPAT, "shm: the two ends are not on one host");
@@ -40,14 +40,14 @@ static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, bo
 
 static void close_path(void *path);
 
-static int open_path(bool giving, const struct pd_hello *theirs, void **path, struct pd_err *e)
+static int open_path(const struct pd_xfer_opts *o, const struct pd_hello *theirs, void **path, struct pd_err *e)
 {
     struct path *p = pd_calloc(1, sizeof *p, "shm path", e);
     if (!p)
         return PD_ENOMEM;
-    p->giving = giving;
+    p->giving = o->giving;
     p->control.fd = -1;
-    if (!giving) {
+    if (!o->giving) {
         const struct pd_kv_layout *l = &theirs->layout;
         struct pd_slab_shape shape = { theirs->slab_bytes, theirs->slab_blocks, l->layers, pd_layout_elem_size(l) };
         int rc = 0;

@@ -12,7 +12,7 @@ void pd_x_take_end(struct pd_move *m)
     struct pd_xfer *x = m->x;
     if (m->targeted && !m->drain_until)
         m->drain_until = m->state == M_CANCELLING ? m->since + x->o.cancel_us : x->now + x->o.cancel_us;
-    m->draining = m->targeted && x->state == X_OPEN && x->now < m->drain_until && m->tr->busy(m->path, m);
+    m->draining = m->targeted && x->state == X_OPEN && x->now < m->drain_until && m->tr->busy && m->tr->busy(m->path, m);
     if (m->draining)
         return;
     if (m->targeted)
@@ -283,7 +283,7 @@ int pd_x_take_chunk(struct pd_xfer *x, const void *rec, size_t n)
     struct pd_move *m = receiving(x, "a chunk", c.run, c.gen, &rc);
     if (!m)
         return rc;
-    if (m->tr->sums || m->all_done)
+    if (m->tr->sums || m->tr->placed || m->all_done)
         return pd_x_illegal(m, m->all_done ? "a chunk after done" : "a chunk where none is sent");
     x->n.bytes_in += c.data.n;
     if ((rc = pd_import_chunk(m->im, &c, &e))) {
@@ -370,7 +370,7 @@ int pd_x_take_done(struct pd_xfer *x, const void *rec, size_t n)
             rc = m->all_done ? pd_x_illegal(m, "a second done") :
                  fail_now(m, PD_ECORRUPT, "discarded", "run %s: done names chunks %u to %u, with%s sums; %u were offered as records", m->run, d.chunk0,
                           d.chunk0 + d.chunks - 1, d.sums.p ? "" : "out", n_chunks);
-        else if (pd_import_missing(m->im))
+        else if (pd_import_missing(m->im) && !m->tr->placed)      /* streams of their own may be behind */
             rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: done, and %u of %u chunks are missing", m->run, pd_import_missing(m->im), n_chunks);
         else
             m->all_done = true;
@@ -415,6 +415,29 @@ static int verified(struct pd_move *m)
 }
 
 static int maybe_verified(struct pd_move *m) { return m->state == M_CLOSED && !pd_import_missing(m->im) ? verified(m) : 0; }
+
+bool pd_x_take_placed(struct pd_xfer *x, uint32_t via)
+{
+    struct pd_placed p;
+    bool any = false;
+    for (; x->state == X_OPEN && x->via[via]->placed(x->path[via], &p); any = true) {
+        struct pd_move *m = x->moves;
+        while (m && m != p.owner)
+            m = m->next;
+        if (!m || (m->state != M_MOVING && m->state != M_CLOSED))
+            continue;
+        uint64_t had = pd_import_bytes(m->im);
+        if (p.err.code || pd_import_sum(m->im, p.index, p.xxh3, &p.err)) {
+            pd_x_fail(m, &p.err, "discarded");
+            continue;
+        }
+        m->bytes = pd_import_bytes(m->im);
+        x->n.bytes_in += m->bytes - had;
+        x->pulled += m->bytes - had;
+        maybe_verified(m);
+    }
+    return any;
+}
 
 int pd_x_take_kv(struct pd_xfer *x, const void *rec, size_t n)
 {

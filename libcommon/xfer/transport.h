@@ -3,13 +3,19 @@
  *
  * The protocol (proto.h) decides what is sent and when, owns runs, leases, deadlines; a transport knows only how. A table's functions are called by the one
  * thread that owns the connection and never block. `void *path` is the transport's state of one connection, made by greet or open.
- * Giving end: reg, offer, aim, send, fence. Taking end: ready, poll, land, landed, withdraw. Both: the others. NULL where there is nothing to do. */
+ * Giving end: reg, offer, aim, send, fence. Taking end: ready, poll, land, landed, placed, withdraw. Both: the others. NULL where there is nothing to do. */
 #ifndef PD_XFER_TRANSPORT_H
 #define PD_XFER_TRANSPORT_H
 #include "../kv/handover.h"
 #include "../kv/lease.h"
 #include "../wire/transfer.h"
 #include "out.h"
+
+enum { PD_XFER_STREAMS = 4, PD_XFER_STREAMS_MAX = 16 };         /* of tcp, beside the connection */
+struct pd_xfer_opts;
+struct pd_tls;
+/* A chunk of a hand-over has come whole, into its place; or cannot (err). */
+struct pd_placed { const void *owner; uint32_t index; uint64_t xxh3; struct pd_err err; };
 
 /* One hand-over, as the giving end's transport sees it. */
 struct pd_sending {
@@ -27,8 +33,10 @@ struct pd_transport {
     /* Before the hello goes: say in it how this end is reached. What it allocates for that lives in the arena. *path NULL: it cannot be used, and hello says why. */
     int (*greet)(bool giving, struct pd_hello *mine, struct pd_arena *a, void **path, struct pd_err *e);
     /* Whether the two ends can use it: 0, or PD_EINCOMPAT with the reason. */
-    int (*usable)(const struct pd_hello *mine, const struct pd_hello *theirs, bool unix_socket, struct pd_err *e);
-    int (*open)(bool giving, const struct pd_hello *theirs, void **path, struct pd_err *e);
+    int (*usable)(const struct pd_hello *mine, const struct pd_hello *theirs, const struct pd_xfer_opts *o, struct pd_err *e);
+    int (*open)(const struct pd_xfer_opts *o, const struct pd_hello *theirs, void **path, struct pd_err *e);
+    int (*stream)(void *path, int fd, struct pd_tls *tls, struct pd_err *e);   /* one that the peer has dialled, which is the path's from here on */
+    bool (*up)(void *path);             /* it can carry something now; NULL: always */
     int (*fd)(void *path);              /* readable when progress has something to do, after it was called */
     /* Look what has come to its end. 1: something; 0: nothing. < 0: the path is broken, and with it the connection. */
     int (*progress)(void *path, struct pd_err *e);
@@ -52,15 +60,19 @@ struct pd_transport {
     /* Is the memory that an offer names at hand? 0, and *from, blocks[n_blocks] for pd_import_opts; 1: not yet. */
     int (*ready)(void *path, const struct pd_payload *y, uint32_t n_blocks, struct pd_slabs **from, uint32_t *blocks, struct pd_err *e);
     /* Let the peer write what is missing of an import; fills target, rkeys and tag. withdraw: it cannot any more, from here on. */
-    int (*land)(void *path, const void *owner, const struct pd_pool *pool, const struct pd_import *im, struct pd_accept *r, struct pd_arena *a, struct pd_err *e);
+    int (*land)(void *path, const void *owner, const struct pd_pool *pool, struct pd_import *im, struct pd_accept *r, struct pd_arena *a, struct pd_err *e);
     void (*withdraw)(void *path, const void *owner);
     uint32_t (*landed)(void *path);     /* number of the last group that is there, of those that `done` names; they count from 1 to PD_XFER_SEQ_MAX, and again */
+    bool (*placed)(void *path, struct pd_placed *out);  /* payload that came over streams: the next chunk that is there, to be checked at once */
     /* Does the lease's control word still say gen? What was read before the call was read under it. */
     bool (*valid)(void *path, const uint8_t lease[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN]);
     void (*close)(void *path);
 };
 #define PD_XFER_SEQ_MAX 0x7fffffffu
-extern const struct pd_transport pd_inline, pd_shm, pd_rdma;
+extern const struct pd_transport pd_inline, pd_shm, pd_tcp, pd_rdma;
+enum { PD_TRANSPORTS = 4 };
+extern const struct pd_transport *const pd_transports[PD_TRANSPORTS];
+int pd_transport_number(const char *scheme);             /* its place there */
 const struct pd_transport *pd_transport_find(struct pd_str scheme);     /* NULL: none is called so */
 int pd_via_check(const char *via, struct pd_err *e);    /* a list for --via: PD_EUSAGE names what is no transport */
 #endif

@@ -22,10 +22,10 @@ _pd() {
         --on-mismatch) words="recompute fail" ;;
         --policy) words="aggregated fixed" ;;
         --role) words="decode both" ;;
-        --via) words="shm,inline shm,rdma,inline shm rdma inline" ;;
+        --via) words="shm,inline shm,rdma,tcp,inline shm rdma tcp,inline tcp inline" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
         --chunk | -t | --threads | --block-size | --seed | --epoch | --domain | --bound | --last | --trace-max) return ;;
-        -m | --model | -i | --input | -o | --output | --trace | --ids | --out | --key-file) compopt -o default 2>/dev/null; return ;;
+        -m | --model | -i | --input | -o | --output | --trace | --ids | --out | --key-file | --streams) compopt -o default 2>/dev/null; return ;;
     esac
 
     if [[ -z $words && $cur == -* ]]; then words=$(_pd_options "$cmd"); fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""P/D by real daemons on a tiny model, with the router played by script: KV by shm and inline, over Unix sockets, TCP and TLS, many runs at once, to the bit what
+"""P/D by real daemons on a tiny model, with the router played by script: KV by shm, inline and tcp, over Unix sockets, TCP and TLS, many runs at once, to the bit what
 the filter and the aggregated worker give; what the decode worker holds already is not sent; and at the end of each scene every count is back at its start, and
 the merged log of all keeps every rule."""
 import os
@@ -56,7 +56,8 @@ def close(name, R, *workers):
 KEYS = os.path.join(tmp.name, "keys")
 with open(os.open(KEYS, os.O_WRONLY | os.O_CREAT, 0o600), "w") as f:
     f.write("k1 " + os.urandom(32).hex() + "\n")
-NET = {"inline+tcp": ["--listen", "tcp-listen:127.0.0.1:0"], "inline+key": ["--listen", "tcp-listen:127.0.0.1:0", "--key-file", KEYS]}
+TCP = ["--listen", "tcp-listen:127.0.0.1:0"]
+NET = {"inline+tcp": TCP, "tcp+tcp": TCP, "tcp+key": [*TCP, "--key-file", KEYS]}
 FILTER = whole(reqs(30))
 for name in ("shm", "inline", *NET):
     via, net = name.split("+")[0], NET.get(name, [])

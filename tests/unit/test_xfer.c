@@ -14,19 +14,22 @@ static int fds_open(void)
     return n;
 }
 
+static const struct pd_xfer_opts by_tcp;
+
 static void handed_over(void **state)
 {
-    static const struct { const char *via; bool in_place; } way[] = { { "inline", false }, { "shm", false }, { "shm", true }, { NULL, true } };
+    static const struct { const char *via; bool in_place; } way[] = { { "inline", false }, { "shm", false }, { "shm", true }, { NULL, true }, { "tcp", false } };
     for (size_t i = 0; i < sizeof way / sizeof *way; i++) {
         struct xf w;
         struct pd_err e = { 0 };
         int fds = fds_open();
-        xf_open(&w, NULL, NULL);
+        bool tcp = i == 4;
+        xf_open(&w, tcp ? &by_tcp : NULL, NULL);
         w.take.in_place = way[i].in_place;
         xf_pump(&w);
         assert_true(pd_xfer_open(w.g) && pd_xfer_open(w.t));
-        assert_string_equal(pd_xfer_via(w.g), "shm, inline");
-        assert_string_equal(pd_xfer_via(w.t), "shm, inline");
+        assert_string_equal(pd_xfer_via(w.g), tcp ? "tcp, inline" : "shm, inline");
+        assert_string_equal(pd_xfer_via(w.t), tcp ? "tcp, inline" : "shm, inline");
         if (xf_give(&w, way[i].via, &e))
             fail_msg("%s", e.msg);
         xf_pump(&w);
@@ -201,6 +204,8 @@ static void make_rec(struct xf *w, enum rec r, bool borrows, struct pd_buf *b)
 {
     struct pd_err e = { 0 };
     struct pd_kvdesc d = w->f.d;
+    if (w->tcp)
+        strcpy(d.payload.scheme, "tcp");
     struct pd_chunk c;
     struct pd_buf lease = { 0 };
     struct pd_payload_run runs[32];
@@ -276,16 +281,17 @@ static void make_rec(struct xf *w, enum rec r, bool borrows, struct pd_buf *b)
 /* The states, of the taking end by inline and by shm, and of the giving end. */
 enum { S_GREETING, S_OPEN, S_OFFERED, S_WAITING, S_MOVING, S_CLOSED, S_VERIFIED, S_RELEASING, S_CANCELLING, S_OVER, N_STATES };
 static const char *const st_name[N_STATES] = { "greeting", "open", "offered", "waiting", "moving", "closed", "verified", "releasing", "cancelling", "over" };
-enum { T_INLINE, T_SHM, GIVE };
+enum { T_INLINE, T_SHM, GIVE, T_TCP, N_ENDS };
+static const struct pd_xfer_opts by_tcp = { .epoch = 3, .tcp = true, .streams = 2 };
 
 /* Bring a pair into a state of `end`; the other end's records are held back. false: the end has no such state. */
 static bool bring(struct xf *w, int end, int s)
 {
     struct pd_err e = { 0 };
     bool shm = end == T_SHM;
-    if ((end != T_SHM && s == S_WAITING) || (end == GIVE && s == S_RELEASING) || (end == T_INLINE && (s == S_VERIFIED || s == S_CLOSED)))
+    if ((end != T_SHM && s == S_WAITING) || (end == GIVE && s == S_RELEASING) || (end == T_INLINE && s == S_CLOSED) || ((end == T_INLINE || end == T_TCP) && s == S_VERIFIED))
         return false;
-    xf_open(w, NULL, NULL);
+    xf_open(w, end == T_TCP ? &by_tcp : NULL, NULL);
     w->manual = true;
     w->no_fds = s == S_WAITING;
     w->take.in_place = true;
@@ -301,7 +307,7 @@ static bool bring(struct xf *w, int end, int s)
         memset(w->lease, 7, 16);
         return true;
     }
-    assert_int_equal(xf_give(w, shm ? "shm" : "inline", &e), 0);
+    assert_int_equal(xf_give(w, shm ? "shm" : end == T_TCP ? "tcp" : "inline", &e), 0);
     if (end != GIVE || s > S_OFFERED)
         xf_pump(w);         /* the offer is there */
     if (s == S_OFFERED || s == S_WAITING) {
@@ -324,7 +330,7 @@ static bool bring(struct xf *w, int end, int s)
     assert_int_equal(pd_give_finish(w->gm, &w->f.d, &e), 0);
     if (s == S_CLOSED) {        /* shm: kv came, nothing verified; giving: all sent, and no answer fed */
         xf_flush(w, false);
-        while (end == T_SHM && xf_feed_one(w, true)) {}
+        while ((end == T_SHM || end == T_TCP) && xf_feed_one(w, true)) {}
         w->to_t.n = 0;
         return true;
     }
@@ -346,6 +352,7 @@ static bool bring(struct xf *w, int end, int s)
             xf_flush(w, false);
             xf_feed_one(w, true);
             pd_xfer_work(w->t, 1 << 20, w->now);
+            xf_net(w);
             xf_events(w);
         }
         if (s == S_RELEASING && end == T_SHM) {
@@ -367,7 +374,7 @@ static bool bring(struct xf *w, int end, int s)
 
 /* What comes of it. '.' goes on; 'L' late, counted and dropped; 'F' the connection ends (integrity); 'E' it ends by the peer's word; 'M' this move fails and
  * the connection lives; 'C' the move is cancelled; 'R' it ends released; 'A' answered, nothing else changed; 'T' answered with an error: its time is over. */
-static const char *const want[3][N_STATES] = {
+static const char *const want[N_ENDS][N_STATES] = {
     /*                   hello offer accept chunk done kv verified release reading released cancelled cancel error request unknown status nonsense */
     [T_INLINE] = {
         [S_GREETING]    = ".FFFFFFFFFFFLFFFF",
@@ -399,6 +406,16 @@ static const char *const want[3][N_STATES] = {
         [S_VERIFIED]    = "FFFFFFLR.FFCMF.AF",
         [S_CANCELLING]  = "FFLFFFLLL.CCCF.AF",
         [S_OVER]        = "FFLFFFLATLLALF.AF",
+    },
+    [T_TCP] = {         /* chunks come over streams of their own, and may be behind what is said */
+        [S_GREETING]    = ".FFFFFFFFFFFLFFFF",
+        [S_OPEN]        = "F.FFFFFFFFFALF.AF",
+        [S_OFFERED]     = "FFFFFFFFFFFCMF.AF",
+        [S_MOVING]      = "FFFF.MFFFFFCMF.AF",
+        [S_CLOSED]      = "FFFFFFFFFFFCMF.AF",
+        [S_RELEASING]   = "FFFFFFFFFRFRRF.AF",
+        [S_CANCELLING]  = "FFFLLLFFF.CCCF.AF",
+        [S_OVER]        = "FTFLLLFFFLLALF.AF",
     },
 };
 
@@ -457,7 +474,7 @@ static void check_cells(int end)
 
 static void every_record_in_every_state(void **state)
 {
-    for (int end = 0; end < 3; end++)
+    for (int end = 0; end < N_ENDS; end++)
         check_cells(end);
 }
 
@@ -467,7 +484,7 @@ enum cut { CANCEL_GIVER, CANCEL_TAKER, CANCEL_BOTH, EXPIRE, REVOKE, LOSE, FREE, 
 
 static void cut_in_each_state(void **state)
 {
-    for (int end = 0; end < 3; end++)
+    for (int end = 0; end < N_ENDS; end++)
         for (int s = S_OFFERED; s < N_STATES; s++)
             for (int cut = 0; cut < N_CUTS; cut++) {
                 struct xf w;
@@ -877,12 +894,14 @@ static void what_is_held_is_not_sent(void **state)
 /* The link dies when some chunks are through; over the next one, also by another way, only the rest goes. */
 static void resumed(void **state)
 {
-    for (int way = 0; way < 4; way++) {
+    static const char *const by[] = { "inline", "shm", "tcp" };
+    for (int way = 0; way < 9; way++) {
+        const char *first = by[way % 3], *then = by[way / 3];
         struct xf w;
         struct pd_err e;
-        xf_open(&w, NULL, NULL);
+        xf_open(&w, *first == 't' ? &by_tcp : NULL, NULL);
         xf_pump(&w);
-        assert_int_equal(xf_give(&w, way & 1 ? "shm" : "inline", &e), 0);
+        assert_int_equal(xf_give(&w, first, &e), 0);
         xf_pump(&w);
         pd_give_ready(w.gm, 0, 7);
         xf_pump(&w);
@@ -895,18 +914,18 @@ static void resumed(void **state)
         assert_int_equal(pd_import_missing(w.parked), 8);
         assert_int_equal(pd_leases_counts(w.leases).live, 1);
         xf_close_ends(&w);
-        xf_open_ends(&w, NULL, NULL);
+        xf_open_ends(&w, *then == 't' ? &by_tcp : NULL, NULL);
         w.take.resume = w.parked;
         w.parked = NULL;
         xf_pump(&w);
-        struct pd_give g = { .desc = &w.f.d, .blocks = w.f.blocks, .chunk_blocks = XF_CHUNK, .via = way & 2 ? "shm" : "inline" };
+        struct pd_give g = { .desc = &w.f.d, .blocks = w.f.blocks, .chunk_blocks = XF_CHUNK, .via = then };
         memcpy(g.lease, w.lease, 16);
         assert_int_equal(pd_give(w.g, &g, w.now, &w.gm, &e), 0);
         assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
         xf_pump(&w);
         w.take.resume = NULL;
         if (!xf_same(&w))
-            fail_msg("way %d: %s", way, w.last[1].err.msg);
+            fail_msg("%s, then %s: %s", first, then, w.last[1].err.msg);
         assert_int_equal(pd_leases_counts(w.leases).released, 1);
         xf_close(&w);
     }

@@ -1,8 +1,12 @@
-/* What the tests of xfer share: a giving and a taking end in one process, joined by memory (and a socket pair for descriptors). */
+/* What the tests of xfer share: a giving and a taking end in one process, joined by memory (and a socket pair for descriptors,
+ * streams over loopback for tcp: opts.tcp of the giving end; opts.dialled of the taking end: it is the one that dials). */
 #ifndef XFER_FIXTURE_H
 #define XFER_FIXTURE_H
+#include <poll.h>
 #include <sys/socket.h>
+#ifndef FIX_POOL_BYTES
 #define FIX_POOL_BYTES (1 << 20)      /* thousands of worlds are made */
+#endif
 #include "../../libcommon/wire/frame.h"
 #include "../../libcommon/xfer/proto.h"
 #include "kv_fixture.h"
@@ -29,15 +33,86 @@ struct xf {
     struct pd_buf log[2];               /* all that each end wrote, when logging */
     bool logging;
     bool no_fds;
+    bool tcp, t_dials;
+    int listener;
+    struct xf_coming { int fd; struct pd_tls *tls; uint8_t buf[200]; size_t n; } coming[PD_XFER_STREAMS_MAX];       /* streams whose first record is not whole */
+    uint32_t n_coming;
     bool may_cut;                       /* a record may be cut: the connection ended for want of memory */
 };
+
+static const struct pd_keys *xf_keys;          /* of tcp, when set */
+
+/* Streams are accepted, and handed on after their first record; both ends look at theirs. */
+static inline bool xf_net(struct xf *w)
+{
+    bool any = false;
+    struct pd_err e;
+    if (!w->tcp)
+        return false;
+    for (int fd; w->n_coming < PD_XFER_STREAMS_MAX && (fd = accept4(w->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0; any = true) {
+        struct xf_coming *c = &w->coming[w->n_coming++];
+        *c = (struct xf_coming){ .fd = fd };
+        if (xf_keys && pd_tls_new(xf_keys, fd, false, "T", &c->tls, &e)) {
+            close(fd);
+            w->n_coming--;
+        }
+    }
+    for (uint32_t i = 0; i < w->n_coming; i++) {
+        struct xf_coming *c = &w->coming[i];
+        size_t len = 0;
+        ssize_t k = 0;
+        while (c->n < sizeof c->buf && !len && (k = c->tls ? pd_tls_read(c->tls, c->buf + c->n, 1) : recv(c->fd, c->buf + c->n, 1, MSG_DONTWAIT)) == 1) {
+            struct pd_frame_scan s = { 0 };
+            any = true;
+            if (pd_frame_next(&s, c->buf, ++c->n, sizeof c->buf, &len, NULL) != 1)
+                len = 0;
+        }
+        if (!len && k != 0)
+            continue;
+        struct pd_xfer *x = w->t_dials ? w->g : w->t;
+        if (len)
+            pd_xfer_stream(x, c->fd, c->tls, w->now, NULL);
+        else {
+            pd_tls_free(c->tls);
+            close(c->fd);
+        }
+        w->coming[i--] = w->coming[--w->n_coming];
+    }
+    pd_xfer_poll(w->g, w->now);
+    pd_xfer_poll(w->t, w->now);
+    return any;
+}
+
+/* Is there news on a socket, now or in a moment? */
+static inline bool xf_news(struct xf *w)
+{
+    struct pollfd p[3 + PD_XFER_STREAMS_MAX] = { { w->listener, POLLIN, 0 }, { pd_xfer_fd(w->g), POLLIN, 0 }, { pd_xfer_fd(w->t), POLLIN, 0 } };
+    for (uint32_t i = 0; i < w->n_coming; i++)
+        p[3 + i] = (struct pollfd){ w->coming[i].fd, POLLIN, 0 };
+    return poll(p, 3 + w->n_coming, 1) > 0;
+}
 
 static inline void xf_open_ends(struct xf *w, const struct pd_xfer_opts *g, const struct pd_xfer_opts *t)
 {
     struct pd_err e;
     struct pd_xfer_opts og = g ? *g : (struct pd_xfer_opts){ .epoch = 3 }, ot = t ? *t : (struct pd_xfer_opts){ .epoch = 3 };
     og.giving = true;
-    og.unix_socket = ot.unix_socket = true;
+    og.unix_socket = ot.unix_socket = !og.tcp;
+    w->tcp = og.tcp;
+    if (w->tcp) {
+        char told[PD_TCP_NAME];
+        struct pd_tcp_addr a[PD_TCP_ADDRS];
+        static struct pd_net net;
+        int n;
+        net.keys = xf_keys;
+        ot.tcp = true;
+        og.net = ot.net = &net;
+        assert_int_equal(pd_tcp_listen("127.0.0.1:0", 64, NULL, &w->listener, told, &e), 0);
+        assert_int_equal(pd_tcp_resolve(told, false, a, &n, &e), 0);
+        w->t_dials = ot.dialled;
+        *(w->t_dials ? &ot.dialled : &og.dialled) = true;
+        (w->t_dials ? &ot : &og)->peer = a[0];
+    }
     og.pool = w->f.pool;
     og.leases = w->leases;
     ot.pool = w->pool;
@@ -80,6 +155,12 @@ static inline void xf_close_ends(struct xf *w)
     w->gm = w->tm = NULL;
     close(w->sock[0]);
     close(w->sock[1]);
+    if (w->tcp)
+        close(w->listener);
+    for (; w->n_coming; w->n_coming--) {
+        pd_tls_free(w->coming[w->n_coming - 1].tls);
+        close(w->coming[w->n_coming - 1].fd);
+    }
     pd_buf_free(&w->to_t);
     pd_buf_free(&w->to_g);
 }
@@ -172,7 +253,7 @@ static inline bool xf_feed_one(struct xf *w, bool to_taker)
 static inline void xf_fds(struct xf *w)
 {
     struct pd_err e;
-    if (w->no_fds || !pd_xfer_open(w->g) || !pd_xfer_open(w->t))
+    if (w->no_fds || w->tcp || !pd_xfer_open(w->g) || !pd_xfer_open(w->t))
         return;
     pd_xfer_fds(w->g, w->sock[0], w->now, &e);
     pd_xfer_fds(w->t, w->sock[1], w->now, &e);
@@ -185,13 +266,17 @@ static inline bool xf_step(struct xf *w)
     any |= xf_feed_one(w, false);
     any |= pd_xfer_work(w->t, 1, w->now);
     xf_fds(w);
+    any |= xf_net(w);
     xf_events(w);
     return any;
 }
 
 static inline void xf_pump(struct xf *w)
 {
-    for (int idle = 0; idle < 2; idle = xf_step(w) ? 0 : idle + 1) {}      /* work makes records, which make work */
+    for (int idle = 0; idle < (w->tcp ? 4 : 2); idle = xf_step(w) ? 0 : idle + 1) {      /* work makes records, which make work */
+        if (idle && w->tcp && w->g && w->t && xf_news(w))
+            idle = 0;
+    }
 }
 
 static inline int xf_give(struct xf *w, const char *via, struct pd_err *e)
