@@ -4,8 +4,8 @@
  * taker answers an offer with a tag (accept); chunks follow on whichever stream is free: a head of HEAD bytes, big-endian
  *     "pdch"  tag u32  index u32  length u32  XXH3-64
  * and the bytes. The taker reads them where they will be used, and checks them when the last one has come; the closing records go over the connection.
- * A chunk of a tag that is over is read and dropped: after withdraw nothing of the peer's reaches the blocks. A stream that ends, or says what cannot be, ends the
- * connection: what was verified goes on over the next one (resume). */
+ * A chunk of a tag that is over is read and dropped: after withdraw nothing of the peer's reaches the blocks. A stream that ends between two chunks is one less;
+ * one that ends inside a chunk, or says what cannot be, ends the connection: what was verified goes on over the next one (resume). */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -14,6 +14,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 #include "../base/fault.h"
+#include "../base/log.h"
 #include "../wire/frame.h"
 #include "../wire/tcp.h"
 #include "proto.h"
@@ -24,7 +25,7 @@ static const char magic[4] = "pdch";
 struct stream {
     int fd;
     struct pd_tls *tls;
-    enum { S_CONNECTING, S_SHAKING, S_ATTACHING, S_UP } state;
+    enum { S_CONNECTING, S_SHAKING, S_ATTACHING, S_UP, S_OVER } state;
     unsigned events;                    /* asked of epoll */
     uint8_t head[HEAD];
     size_t at_head;                     /* of it: went, or came */
@@ -42,7 +43,7 @@ struct path {
     struct pd_err dead;
     int ep;
     const struct pd_net *net;
-    uint32_t n, n_up, next, tag;        /* streams; those that stand; where to look for a free one; taking: the last tag given */
+    uint32_t n, n_up, n_over, next, tag;        /* streams; those that stand; that did; where to look for a free one; taking: the last tag given */
     struct stream s[PD_XFER_STREAMS_MAX];
     struct run *runs;
     struct pd_placed placed;            /* taking: a chunk that has come, to be checked while it is in the cache */
@@ -89,6 +90,16 @@ static int add(struct path *p, int fd, struct pd_tls *tls, int state)
     return want(p, s, state == S_CONNECTING ? EPOLLOUT : EPOLLIN);
 }
 
+/* One less. What went or came on it went or came whole. */
+static void end_stream(struct path *p, struct stream *s, const char *why)
+{
+    pd_info("a stream of data: %s", why);
+    epoll_ctl(p->ep, EPOLL_CTL_DEL, s->fd, NULL);
+    p->n_up -= s->state == S_UP;
+    p->n_over++;
+    s->state = S_OVER;
+}
+
 static void shut(void *path)
 {
     struct path *p = path;
@@ -99,7 +110,7 @@ static void shut(void *path)
         pd_free(s->iov);
         pd_buf_free(&s->rest);
     }
-    p->n = p->n_up = 0;
+    p->n = p->n_up = p->n_over = 0;
     p->has_placed = false;
     for (struct run *r = p->runs, *next; r; r = next) {
         next = r->next;
@@ -177,6 +188,12 @@ static int take_stream(void *path, int fd, struct pd_tls *tls, struct pd_err *e)
 static int failed(struct path *p, struct stream *s, const char *what)
 {
     char text[300];
+    if (s->state == S_OVER)
+        return 0;
+    if ((s->state != S_UP || (!s->has && !s->at_head)) && (errno == EPIPE || errno == ECONNRESET || s->state != S_UP)) {
+        end_stream(p, s, s->tls && errno == EPROTO ? pd_tls_why(s->tls)->msg : strerror(errno));
+        return 0;
+    }
     if (s->tls && (errno == EPROTO || errno == ECONNRESET) && pd_tls_why(s->tls)->code)
         return die(p, pd_tls_why(s->tls)->code, pd_tls_why(s->tls)->msg);
     snprintf(text, sizeof text, "a stream of data %s: %s", what, strerror(errno));
@@ -203,8 +220,10 @@ static ssize_t get(struct path *p, struct stream *s, struct iovec *v, int n)
     ssize_t k = pd_fault("read") ? (errno = EIO, -1) : s->tls ? pd_tls_read(s->tls, v->iov_base, v->iov_len) : recvmsg(s->fd, &m, MSG_DONTWAIT);
     if (k > 0)
         return k;
-    if (k == 0)
-        die(p, PD_ECANCEL, "the peer closed a stream of data");
+    if (k == 0 && !s->has && !s->at_head)
+        end_stream(p, s, "the peer closed it");
+    else if (k == 0)
+        die(p, PD_ECANCEL, "the peer closed a stream of data inside a chunk");
     else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
         failed(p, s, "cannot be read");
     return -1;
@@ -277,7 +296,7 @@ static void write_some(struct path *p, struct stream *s)
         advance(s, (size_t)k - head);
         if (!s->left && s->at_head == HEAD) {
             s->has = false;
-            s->rest.n = 0;
+            s->rest.n = s->at_head = 0;
         }
     }
     want(p, s, EPOLLIN | EPOLLOUT);     /* one that has nothing is heard of once, so that it gets more */
@@ -295,6 +314,8 @@ static int send_one(void *path, const struct pd_sending *s, uint32_t index, uint
         if (s2->state == S_UP && !s2->has)
             t = s2;
     }
+    if (!t && p->n && p->n == p->n_over)
+        return pd_fail(e, PD_ECANCEL, "tcp: no stream of data stands any more");
     if (!t || p->dead.code)
         return 0;       /* progress tells of what is dead */
     while (run && run->owner != s->owner)
@@ -433,7 +454,8 @@ static void read_some(struct path *p, struct stream *s, bool *any)
                 v[n++] = s->iov[i];
         ssize_t k = get(p, s, v, n);
         if (k < 0) {
-            want(p, s, EPOLLIN);
+            if (s->state == S_UP)
+                want(p, s, EPOLLIN);
             return;
         }
         *any = true;
@@ -480,7 +502,7 @@ static void come_up(struct path *p, struct stream *s)
     struct pd_err e = { 0 };
     if (s->state == S_CONNECTING) {
         if (pd_tcp_stands(s->fd, "the peer", &e) < 0) {
-            die(p, PD_ECANCEL, e.msg);
+            end_stream(p, s, e.msg);
             return;
         }
         if (p->net && p->net->keys && pd_tls_new(p->net->keys, s->fd, true, "a stream of data", &s->tls, &e)) {
@@ -499,12 +521,14 @@ static void come_up(struct path *p, struct stream *s)
             return;
         s->state = S_ATTACHING;
     }
-    while (s->at_head < s->rest.n) {
+    while (s->at_head < s->rest.n && s->state == S_ATTACHING) {
         ssize_t k = put(p, s, &(struct iovec){ s->rest.p + s->at_head, s->rest.n - s->at_head }, 1);
         if (k < 0)
             return;
         s->at_head += (size_t)k;
     }
+    if (s->state == S_OVER)
+        return;
     s->at_head = s->rest.n = 0;
     s->state = S_UP;
     p->n_up++;
@@ -519,6 +543,8 @@ static int progress(void *path, struct pd_err *e)
     int n = p->dead.code ? 0 : epoll_wait(p->ep, ev, PD_XFER_STREAMS_MAX, 0);
     for (int i = 0; i < n && !p->dead.code && !p->has_placed; i++) {
         struct stream *s = &p->s[ev[i].data.u32];
+        if (s->state == S_OVER)
+            continue;
         if (s->state != S_UP) {
             come_up(p, s);
             any |= s->state == S_UP;
@@ -529,7 +555,7 @@ static int progress(void *path, struct pd_err *e)
                 char c;
                 get(p, s, &(struct iovec){ &c, 1 }, 1);
             }
-            if (ev[i].events & EPOLLOUT && !p->dead.code) {
+            if (ev[i].events & EPOLLOUT && !p->dead.code && s->state == S_UP) {
                 if (s->tls && pd_tls_flush(s->tls) < 0)
                     failed(p, s, "cannot be written");
                 if (s->has)

@@ -41,6 +41,18 @@ static int hand_over(const char *via, bool in_place, struct pd_err *e)
     rc = rc ? rc : pd_leases_new(&(struct pd_leases_opts){ .pool = from, .max = 16 }, &w.leases, e);
     struct pd_xfer_opts og = { .giving = true, .unix_socket = true, .epoch = 3, .pool = from, .leases = w.leases, .fp_fields = d.fp_fields },
                         ot = { .unix_socket = true, .epoch = 3, .pool = w.pool, .fp_fields = d.fp_fields };
+    if (!strcmp(via, "tcp")) {
+        char told[PD_TCP_NAME];
+        struct pd_tcp_addr a[PD_TCP_ADDRS];
+        int k;
+        if (pd_tcp_listen("127.0.0.1:0", 16, NULL, &w.listener, told, e) || pd_tcp_resolve(told, false, a, &k, e))
+            return 64;
+        w.tcp = og.tcp = ot.tcp = og.dialled = true;
+        og.unix_socket = ot.unix_socket = false;
+        og.peer = a[0];
+        og.streams = 2;
+        og.via = ot.via = "tcp";
+    }
     rc = rc ? rc : pd_xfer_new(&og, w.now, &w.g, e);
     rc = rc ? rc : pd_xfer_new(&ot, w.now, &w.t, e);
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, w.sock))
@@ -71,6 +83,8 @@ static int hand_over(const char *via, bool in_place, struct pd_err *e)
         pd_xfer_free(w.t);
         close(w.sock[0]);
         close(w.sock[1]);
+        if (w.tcp)
+            close(w.listener);
     }
     xf_drop_blocks(&w);
     pd_import_free(w.parked);
@@ -91,6 +105,7 @@ static int hand_over(const char *via, bool in_place, struct pd_err *e)
 
 static int by_inline(struct pd_err *e) { return hand_over("inline", false, e); }
 static int by_shm(struct pd_err *e) { return hand_over("shm", false, e); }
+static int by_tcp(struct pd_err *e) { return hand_over("tcp", false, e); }
 static int in_place(struct pd_err *e) { return hand_over("shm", true, e); }
 
 /* Each N in a child, until nothing fails any more. Some refusals are survived (a slab that is not mapped a second time: copied): 0 and right. */
@@ -136,8 +151,8 @@ static int drill(const char *point, int (*what)(struct pd_err *), int *survived)
 
 static void everything_can_fail_once(void **state)
 {
-    static int (*const what[])(struct pd_err *) = { by_inline, by_shm, in_place };
-    for (int i = 0; i < 3; i++) {
+    static int (*const what[])(struct pd_err *) = { by_inline, by_shm, in_place, by_tcp };
+    for (int i = 0; i < 4; i++) {
         int survived = 0;
         assert_in_range(drill("malloc", what[i], &survived), 50, 4000);
         assert_in_range(drill("mmap", what[i], &survived), 3, 20);
@@ -147,6 +162,8 @@ static void everything_can_fail_once(void **state)
 static void descriptors_can_fail(void **state)
 {
     int survived = 0;
+    assert_in_range(drill("read", by_tcp, &survived), 1, 400);
+    assert_in_range(drill("write", by_tcp, &survived), 1, 400);
     assert_in_range(drill("read", by_shm, &survived), 1, 200);
     assert_in_range(drill("write", by_shm, &survived), 2, 200);
 }
