@@ -402,7 +402,8 @@ static void on_event(struct send_src *c, const struct pd_xfer_event *ev)
         if (!r)
             break;
         if (!pd_xfer_open(c->c.x) && c->relay && ev->kind == PD_XE_FAILED && r->state != SR_SPOILT) {
-            r->im = pd_take_park(ev->move);     /* goes on when its sender comes again */
+            struct pd_import *im = pd_take_park(ev->move);      /* goes on when its sender comes again */
+            r->im = im ? im : r->im;            /* it may have been parked before, and not taken up since */
             r->m = NULL;
             if (r->im)
                 r->state = SR_NEW;

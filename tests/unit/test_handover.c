@@ -293,13 +293,44 @@ static void one_chunk_missing_is_told(void **state)
     bench_free(&b);
 }
 
+/* One who passes the bytes on checks as much, and keeps nothing. */
+static void a_look_takes_no_blocks(void **state)
+{
+    struct bench b;
+    struct pd_err e = { 0 };
+    struct pd_chunk c;
+    struct pd_import_opts look = { .look = true };
+    bench_make(&b);
+    pd_import_free(b.im);
+    uint32_t used = pd_pool_stats(b.to).used, n = 7;
+    assert_int_equal(pd_import_begin_with(b.to, &b.f.d, &look, &b.im, &e), 0);
+    assert_int_equal(pd_pool_stats(b.to).used, used);
+    assert_null(pd_import_blocks(b.im));
+    fix_chunk(&b.f, 3, &c);
+    ((uint8_t *)(uintptr_t)c.data.p)[9] ^= 1;
+    FAILS_WITH(pd_import_chunk(b.im, &c, &e), PD_ECORRUPT, "checksum");
+    free((void *)(uintptr_t)c.data.p);
+    assert_false(pd_import_has(b.im, 3));
+    send_all(&b);
+    fix_chunk(&b.f, 3, &c);
+    FAILS_WITH(pd_import_chunk(b.im, &c, &e), PD_ECORRUPT, "came twice");
+    free((void *)(uintptr_t)c.data.p);
+    assert_int_equal(pd_import_finish(b.im, &b.f.d, &e), 0);
+    pd_free(pd_import_take(b.im, &n));
+    assert_int_equal(n, 0);
+    assert_int_equal(pd_pool_stats(b.to).used, used);
+    pd_import_free(b.im);
+    b.im = NULL;
+    bench_free(&b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_plan_covers_everything_once), cmocka_unit_test(impossible_plans_are_refused), cmocka_unit_test(layout_hash_tells_layouts_apart),
         cmocka_unit_test(what_is_exported_arrives), cmocka_unit_test(wrong_chunks_are_named), cmocka_unit_test(a_tail_that_is_not_zero_is_refused),
         cmocka_unit_test(lying_offers_are_named), cmocka_unit_test(a_run_too_long_names_numbers), cmocka_unit_test(the_kv_must_repeat_the_offer),
-        cmocka_unit_test(one_chunk_missing_is_told),
+        cmocka_unit_test(one_chunk_missing_is_told), cmocka_unit_test(a_look_takes_no_blocks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
