@@ -5,6 +5,8 @@
 
 #define MAX_DEFAULT 4096
 #define NOWHERE UINT32_MAX
+#define ASKING (1u << 31)                /* the readers are being asked: a fence that is done at once must not end the lease under the one who asks */
+_Static_assert(PD_LEASE_READERS < 31, "a bit a reader, and ASKING");
 
 struct lease {
     uint32_t serial;                    /* of the lease that is, or was last, in this slot; 0: none yet */
@@ -17,7 +19,7 @@ struct lease {
     uint32_t *blocks, n_blocks;
     int64_t granted, expires, ttl;
     struct pd_reader reader[PD_LEASE_READERS];
-    uint32_t n_readers, unfenced;       /* unfenced: a bit a reader, whose fence is pending */
+    uint32_t n_readers, unfenced;       /* unfenced: a bit a reader, whose fence is pending, and ASKING */
     bool was_read, reaped;
     const char *cause;
 };
@@ -332,12 +334,13 @@ static bool finish(struct pd_leases *l, struct lease *s, enum pd_lease_state how
     s->cause = cause;
     pd_control_set(&l->control, (uint32_t)(s - l->slot), NULL);
     id_of(l, s, id);
-    s->unfenced = 0;
+    s->unfenced = ASKING;
     s->state = PD_LEASE_CANCELLING;
     l->n.cancelling++;
     for (uint32_t i = 0; i < s->n_readers; i++)
         if (s->reader[i].fence && !s->reader[i].fence(s->reader[i].ctx, id))
             s->unfenced |= 1u << i;
+    s->unfenced &= ~ASKING;
     if (s->unfenced)
         return false;
     over(l, s);

@@ -806,6 +806,10 @@ static void close_when_done(struct pd_conn *c)
     struct pd_err e;
     if (!c->finishing || c->lingering || c->dying || c->hup || waiting(c) || !dry(c))
         return;
+    if (c->opening) {           /* nothing came from there, and nothing waits to go there */
+        die(c, NULL);
+        return;
+    }
     if (c->tls && pd_tls_end(c->tls) == 1) {
         c->blocked = true;
         return;

@@ -362,11 +362,48 @@ static void a_fence_of_the_dead(void **state)
     close_world(&w);
 }
 
+/* A fence that shuts its connection, which is done with the lease by that: it says so from inside, and then that it is done. */
+static struct world *asked;
+static bool at_once(void *ctx, const uint8_t *id)
+{
+    pd_lease_fenced(asked->l, id, ctx, 1);
+    return true;
+}
+
+static void a_fence_that_is_done_from_inside(void **state)
+{
+    struct world w;
+    struct pd_err e;
+    uint8_t id[16], next[16];
+    struct pd_reader first = { .ctx = (void *)1, .fence = at_once }, second = { .ctx = (void *)2, .fence = never };
+    open_world(&w, 0);
+    asked = &w;
+    for (int two = 0; two < 2; two++) {
+        grant(&w, 3, 1000, 0, id);
+        assert_int_equal(pd_lease_fill(w.l, id, &e), 0);
+        assert_int_equal(pd_lease_read(w.l, id, w.gen, &first, 0, &e), 0);
+        if (two)
+            assert_int_equal(pd_lease_read(w.l, id, w.gen, &second, 0, &e), 0);
+        assert_int_equal(pd_lease_revoke(w.l, id, "asked", 1, &e), two ? 2 : 0);
+        assert_int_equal(pd_pool_stats(w.pool).used, two ? 3 : 0);      /* the other one still reads */
+        if (two)
+            pd_lease_fenced(w.l, id, (void *)2, 1);
+        assert_int_equal(pd_leases_counts(w.l).revoked, 1 + two);
+        assert_int_equal(w.told[PD_LEASE_STEP_REVOKED], 1 + two);
+    }
+    grant(&w, 1, 1000, 0, id);          /* the free slot is there once */
+    grant(&w, 1, 1000, 0, next);
+    assert_int_not_equal(pd_lease_slot(id), pd_lease_slot(next));
+    assert_int_equal(pd_leases_sweep(w.l, 1000), 2);
+    close_world(&w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_call_in_each_state), cmocka_unit_test(a_stale_generation_reads_nothing), cmocka_unit_test(readers_count), cmocka_unit_test(expiry_is_in_order),
         cmocka_unit_test(there_is_an_end_of_leases), cmocka_unit_test(a_reader_in_another_process), cmocka_unit_test(a_fence_of_the_dead), cmocka_unit_test(a_reader_that_waits),
+        cmocka_unit_test(a_fence_that_is_done_from_inside),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

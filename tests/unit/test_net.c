@@ -283,6 +283,24 @@ static void a_silent_one_is_let_go(void **state)
     end();
 }
 
+/* One that has not proved its key when the daemon drains goes at once, and leaves no timer behind that would find it freed. */
+static void a_silent_one_does_not_outlast_a_drain(void **state)
+{
+    struct sockaddr_in a = { .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
+    assert_int_equal(begin(key[0], key[0], "127.0.0.1"), 0);
+    a.sin_port = htons((uint16_t)atoi(strrchr(pd_listener_name(listener), ':') + 1));
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&a, sizeof a), 0);
+    run_for(50000);
+    assert_int_equal(set.n, 1);
+    assert_true(pd_conn_opening(set.first));
+    pd_conn_drain(set.first);
+    run_for(100000);
+    assert_int_equal(set.n, 0);
+    close(fd);
+    end();
+}
+
 static void a_killed_peer_is_told_from_one_that_ended(void **state)
 {
     assert_int_equal(begin(key[0], key[0], "127.0.0.1"), 0);
@@ -305,7 +323,8 @@ int main(void)
         return 1;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(records_pass), cmocka_unit_test(much_passes), cmocka_unit_test(nobody_is_there), cmocka_unit_test(keys_that_do_not_fit),
-        cmocka_unit_test(a_silent_one_is_let_go), cmocka_unit_test(a_killed_peer_is_told_from_one_that_ended) };
+        cmocka_unit_test(a_silent_one_is_let_go), cmocka_unit_test(a_silent_one_does_not_outlast_a_drain),
+        cmocka_unit_test(a_killed_peer_is_told_from_one_that_ended) };
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     pd_keys_free(key[0]);
     pd_keys_free(key[1]);
