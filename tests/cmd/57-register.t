@@ -40,7 +40,7 @@ ok(dw["epoch"] == 7 and dw["domain"] == "rack-1" and dw["listen"] == f"unix:{os.
 one = dw["layout"]["layers"] * dw["layout"]["kv_heads"] * dw["layout"]["head_dim"] * 16 * 2 * 2
 ok(dw["capacity"] == {"blocks": (4 << 20) // one, "block_size": 16, "max_seqs": 3, "max_runs": 12, "context": dw["capacity"]["context"]} and dw["capacity"]["context"] > 0,
    "capacity is what the options give", (dw["capacity"], one))
-ok(set(dw["load"].values()) == {0} and dw["via"] == ["shm", "inline"] and "seq" not in dw and "life" not in dw, "no load and no life: it serves nothing")
+ok(set(dw["load"].values()) == {0} and dw["via"] == ["shm", "tcp", "inline"] and "seq" not in dw and "life" not in dw, "no load and no life: it serves nothing")
 x = run(prefill("--describe", "-o", at("workers")))
 open(at("workers"), "ab").write(p.stdout)
 y = run(tap.trace("cat", at("workers")))
