@@ -51,14 +51,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (!size || pd_leases_new(&(struct pd_leases_opts){ .pool = from, .max = 8 }, &leases, &e))
         return 0;
     bool giving = data[0] & 1;
-    struct pd_xfer_opts o = { .giving = giving, .unix_socket = true, .epoch = 3, .fp_fields = { fp, sizeof fp - 1 }, .pool = giving ? from : to,
+    struct pd_xfer_opts o = { .giving = giving, .unix_socket = !(data[0] & 64), .tcp = data[0] & 64, .epoch = 3, .fp_fields = { fp, sizeof fp - 1 }, .pool = giving ? from : to,
                              .leases = leases };
     check(!pd_xfer_new(&o, now, &x, &e));
     check(!socketpair(AF_UNIX, SOCK_STREAM, 0, sock));
     const struct pd_transport *shm = pd_transport_find((struct pd_str){ "shm", 3 });
     void *path = NULL;
     if (!giving) {      /* the slabs that a giver would pass */
-        check(!shm->open(true, pd_xfer_peer(x), &path, &e));
+        check(!shm->open(&(struct pd_xfer_opts){ .giving = true, .unix_socket = true }, pd_xfer_peer(x), &path, &e));
         shm->reg(path, sock[0], from, leases, &e);
         /* the seeds' generation is valid in slot 0 */
         check(!pd_lease_grant(leases, "", (const uint8_t[16]){ [15] = 9 }, blocks, BLOCKS, 0, now, lease, &e));

@@ -1,6 +1,7 @@
 /* KV over streams of its own: both ways of dialling, with and without keys, what a stream may not say, and what is under way when a hand-over ends. */
 #include <arpa/inet.h>
 #include <signal.h>
+#include <sys/mman.h>
 #define FIX_POOL_BYTES (48 << 20)
 #include "xfer_fixture.h"
 
@@ -310,10 +311,15 @@ static void revoked_while_sockets_are_full(void **state)
         assert_true(pd_xfer_counts(w.g).bytes_out < w.f.plan.bytes);
         assert_int_equal(pd_lease_revoke(w.leases, w.lease, "asked", w.now, &e), 0);
         assert_int_equal(pd_leases_counts(w.leases).live, 0);
-        for (uint32_t i = 0; i < w.f.plan.n_blocks; i++)       /* reused at once */
-            memset(pd_pool_base(w.f.pool, w.f.blocks[i]), 0x55, 64);
+        /* the memory is somebody else's at once: whoever still read it would have an error */
+        uint8_t *first = pd_pool_base(w.f.pool, 0) + pd_pool_off(w.f.pool, 0, 0);
+        size_t all = (size_t)pd_pool_slab_blocks(w.f.pool) * pd_pool_layer_bytes(w.f.pool) * 8;
+        assert_int_equal((uintptr_t)first % 4096, 0);
+        assert_int_equal(mprotect(first, all, PROT_NONE), 0);
         xf_pump(&w);
-        assert_true(pd_xfer_open(w.g) && pd_xfer_open(w.t));
+        assert_int_equal(mprotect(first, all, PROT_READ | PROT_WRITE), 0);
+        if (!pd_xfer_open(w.g) || !pd_xfer_open(w.t))
+            fail_msg("%s / %s", w.last[0].err.msg, w.last[1].err.msg);
         assert_int_equal(w.got[0][PD_XE_CANCELLED], 1);
         assert_int_equal(w.got[1][PD_XE_CANCELLED] + w.got[1][PD_XE_FAILED], 1);
         if (w.last[1].err.code == PD_ECORRUPT)
