@@ -22,7 +22,8 @@ static struct poptOption options[] = {
     { "probe", '\0', POPT_ARG_STRING, &probe, 0, "measure the way to the pd-kvsend that listens there, print it and exit (--format: a `path` record); 1 when a slower "
         "way is used than should be", "ENDPOINT" },
     { "probe-max", '\0', POPT_ARG_STRING, &probe_max, 0, "largest transfer of --probe (default 256MiB)", "SIZE" },
-    { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)",
+    { "status", '\0', POPT_ARG_STRING, &status_of, 0,
+      "print the ledger of the daemon (pd-prefill, pd-decode, pd-route) on this socket and exit (--format msgpack: its `worker` records)",
         "ENDPOINT" },
     { "trace", '\0', POPT_ARG_STRING, &trace, 0, "append what became of each transfer to FILE", "FILE" },
     PD_CLI_COMMON

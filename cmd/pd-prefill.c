@@ -83,7 +83,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--via, --streams, --lease, --register, --metrics, --ready-fd and --max-connections are for daemons "
                                      "(add --listen unix:PATH)");
     if (kv && strcmp(kv, "inline"))
-        return pd_fail(e, PD_EUSAGE, "--kv: '%s' is not supported by this build (inline; or -o FILE.h5 for a dump)", kv);
+        return pd_fail(e, PD_EUSAGE, "--kv: '%s' is no way of a stream: inline is"
+                                     " (-o FILE.h5 makes a dump; shm, tcp and rdma: pd-kvsend, or --listen and --via)", kv);
     struct pd_prefill_opts o = { .max_record = (size_t)pd_cli_max_record(e) };
     if (codec && !pd_codec_parse(codec, &o.codec))
         return pd_fail(e, PD_EUSAGE, "--codec: '%s' is unknown (" PD_CODEC_LIST ")", codec);

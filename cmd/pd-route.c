@@ -50,7 +50,8 @@ static int gather(struct pd_arena *mem, struct pd_worker_rec **w, uint32_t *n, s
     if (rc == 0 && workers_file)
         rc = pd_workers_read(workers_file, mem, &of_file, &n_file, e);
     for (int i = 0; rc == 0 && workers && workers[i]; i++)
-        rc = pd_ask_workers(workers[i], net, &recs, e);
+        if ((rc = pd_ask_workers(workers[i], net, &recs, e)) == PD_EUSAGE)
+            pd_err_prefix(e, "--worker");
     for (size_t at = 0, len = 0; rc == 0 && at < recs.n; at += len, cap++) {
         struct pd_frame_scan scan = { 0 };
         rc = pd_frame_next(&scan, recs.p + at, recs.n - at, SIZE_MAX / 2, &len, e) == 1 ? 0 : PD_ECORRUPT;

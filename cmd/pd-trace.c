@@ -11,9 +11,10 @@
 #include "../libcommon/wire/endpoint.h"
 
 static char *run_id, *tokens, *layers, *bound, *order;
-static int strict, last = 10, block_size;
+enum { LAST = 10 };
+static int strict, last = LAST, block_size;
 static struct poptOption options[] = {
-    { "run", '\0', POPT_ARG_STRING, &run_id, 0, "kv, follow: only this run", "RUN" },
+    { "run", '\0', POPT_ARG_STRING, &run_id, 0, "cat of a dump, follow, kv: only this run", "RUN" },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "logs: exit 9 when records were torn or lost", NULL },
     { "bound", '\0', POPT_ARG_STRING, &bound, 0, "check: how long after a cancel or an end others may still act (default 1s)", "TIME" },
     { "last", '\0', POPT_ARG_INT, &last, 0, "follow: how many events of what is there to show first (default 10)", "N" },
@@ -181,7 +182,7 @@ static int report(size_t i, const char **args, int *status, struct pd_err *e)
     if (last < 0 || last > 1000)
         return pd_fail(e, PD_EUSAGE, "--last: %d is out of range 0 to 1000 (example: --last 10)", last);
     if (pd_cli.out)
-        return pd_fail(e, PD_EUSAGE, "%s writes to standard output: -o is for cat, merge and kv", reports[i].name);
+        return pd_fail(e, PD_EUSAGE, "-o: %s writes to standard output; -o is for cat, merge and kv", reports[i].name);
     if (show && (!args[0] || strspn(args[0], "0123456789ABCDEFGHJKMNPQRSTVWXYZ") != strlen(args[0]) || strlen(args[0]) > 26 || !args[0][0]))
         return pd_fail(e, PD_EUSAGE, "show: '%s' is no run id, nor the beginning of one (example: pd-trace show 01JDV3K5 p0.trace d0.trace)",
                        args[0] ? args[0] : "");
@@ -191,9 +192,41 @@ static int report(size_t i, const char **args, int *status, struct pd_err *e)
     return reports[i].fn(&o, status, e);
 }
 
+/* An option that the verb would not look at is a misunderstanding. */
+static int misplaced(const char *verb, const char *sub, struct pd_err *e)
+{
+    const struct { bool given; const char *name, *verbs; } of[] = {
+        { run_id, "--run", "cat, follow, kv" }, { bound, "--bound", "check" }, { last != LAST, "--last", "follow" },
+        { strict, "--strict", "ls, show, check, merge, stats, follow" }, { tokens, "--tokens", "kv slice" }, { layers, "--layers", "kv slice" },
+        { block_size, "--block-size", "kv convert" }, { order, "--order", "kv convert" },
+    };
+    char both[32], word[40], list[64];
+    snprintf(both, sizeof both, "%.10s%s%.16s", verb, sub ? " " : "", sub ? sub : "");
+    for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
+        snprintf(list, sizeof list, "%s,", of[i].verbs);
+        snprintf(word, sizeof word, "%s,", strncmp(of[i].verbs, "kv ", 3) ? verb : both);
+        const char *at = strstr(list, word);
+        if (of[i].given && !(at && (at == list || at[-1] == ' ')))
+            return pd_fail(e, PD_EUSAGE, "%s: %s has no use for it (it is for %s)", of[i].name, both, of[i].verbs);
+    }
+    return 0;
+}
+
+static bool known(const char *verb)
+{
+    bool yes = !strcmp(verb, "cat") || !strcmp(verb, "merge") || !strcmp(verb, "kv");
+    for (size_t i = 0; i < sizeof reports / sizeof *reports; i++)
+        yes |= !strcmp(verb, reports[i].name);
+    return yes;
+}
+
 static int work(const char **args, int *status, struct pd_err *e)
 {
     const char *verb = args[0] ? args[0] : "";
+    if (!*verb)
+        return pd_fail(e, PD_EUSAGE, "which verb? (cat, ls, show, check, merge, stats, follow, kv; example: pd-trace cat stream.mp)");
+    if (known(verb) && misplaced(verb, strcmp(verb, "kv") ? NULL : args[1], e))
+        return e->code;
     if (!strcmp(verb, "cat") || !strcmp(verb, "merge"))
         return copy(!strcmp(verb, "merge"), args + 1, status, e);
     if (!strcmp(verb, "kv"))

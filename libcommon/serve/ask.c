@@ -74,7 +74,7 @@ int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *out, 
     if (rc == 0 && (rc = answer(rs, at, pd_mono_us() + net->connect_us, &rec, e)) == 1)
         rc = rec.kind == PD_K_STATUS ? pd_buf_add(out, rec.p, rec.n, e) : pd_fail(e, PD_EFAIL, "%s: it does not answer with its status", at);
     else if (rc == 0)
-        rc = pd_fail(e, PD_EFAIL, "%s: it closed without an answer", at);
+        rc = pd_fail(e, PD_EFAIL, "%s: it closed without an answer (is it a daemon: pd-prefill, pd-decode or pd-route --listen?)", at);
     pd_rstream_free(rs);
     pd_endpoint_abort(&ep);
     return rc;

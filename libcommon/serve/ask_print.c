@@ -44,6 +44,8 @@ int pd_print_status(const char *at, struct pd_err *e)
     struct pd_buf rec = { 0 }, text = { 0 };
     const struct pd_net *net = pd_net_cli(e);
     int rc = !net ? e->code : wants("msgpack") ? pd_ask_workers(at, net, &rec, e) : pd_ask_status(at, net, &rec, e);
+    if (rc == PD_EUSAGE)
+        pd_err_prefix(e, "--status");
     if (rc == 0 && pd_cli.format)
         rc = pd_print_records(rec.p, rec.n, e);
     else if (rc == 0 && (rc = pd_status_text(rec.p, rec.n, &text, e)) == 0)

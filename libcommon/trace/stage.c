@@ -66,7 +66,8 @@ int pd_stages_event(struct pd_stages *s, const struct pd_log_rec *r, pd_stage_fn
             rc = fn(ctx, (enum pd_stage_id)i, PD_STAGE_OPEN, r->at_us, r->at_us, r, e);
         s->open |= 1u << i;
     }
-    s->moved |= r->state == PD_ST_KV_TRANSFER_STARTED || r->state == PD_ST_KV_PUBLISHED;
+    s->moved |= r->state == PD_ST_KV_TRANSFER_STARTED || r->state == PD_ST_KV_PUBLISHED ||
+                (r->state == PD_ST_ROUTE_SELECTED && !strcmp(r->ev.where, "remote"));     /* of a log of the router alone */
     if (r->state == PD_ST_STREAMING) {
         s->tokens[rank] += r->ev.tokens;
         s->choices[rank] += r->ev.tokens && !r->ev.pos;

@@ -68,6 +68,12 @@ static int on_stage(void *ctx, enum pd_stage_id id, enum pd_stage_what what, int
     }
     if (!w)
         return 0;
+    if (id == PD_SG_PUBLISH && what == PD_STAGE_CUT && pd_state[r->state].class == PD_SC_END &&
+        (f->stages.done >> PD_SG_FIRST & 1 || r->state == PD_ST_COMPLETED)) {
+        memmove(w, w + 1, (size_t)(f->row + f->n - w - 1) * sizeof *w);     /* its KV stayed where it was computed */
+        f->n--;
+        return 0;
+    }
     w->from = from;
     w->to = to;
     if (what != PD_STAGE_OPEN)
@@ -111,6 +117,18 @@ static int take(struct fall *f, const struct pd_log_rec *r, struct pd_err *e)
         }
     }
     return pd_stages_event(&f->stages, r, on_stage, f, e);
+}
+
+/* A row is made when its stage is known, which may be after others began. */
+static void order(struct fall *f)
+{
+    for (uint32_t i = 1; i < f->n; i++) {
+        struct row w = f->row[i];
+        uint32_t k = i;
+        for (; k && f->row[k - 1].from > w.from; k--)
+            f->row[k] = f->row[k - 1];
+        f->row[k] = w;
+    }
 }
 
 static void put_bar(const struct fall *f, const struct row *w)
@@ -197,6 +215,7 @@ int pd_report_show(const struct pd_report_opts *o, int *status, struct pd_err *e
     if (!rc && !f.any)
         rc = pd_fail(e, PD_EFAIL, "show: no event of run %s is here (pd-trace ls lists the runs of a log)", o->run);
     if (!rc) {
+        order(&f);
         (o->json ? put_json : put_text)(&f);
         rc = pd_report_end(o, l, status, e);
     }

@@ -74,10 +74,10 @@ static int connect_unix(const char *path, int64_t timeout_us, struct pd_endpoint
     int rc = pd_unix_address(path, &a, e);
     while (!rc) {
         if (pd_stop_level())        /* the signal may have come before we began to wait */
-            return pd_fail(e, PD_ECANCEL, "%s: interrupted while connecting", path);
+            return pd_fail(e, PD_ECANCEL, "unix:%s: interrupted while connecting", path);
         int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
         if (fd < 0)
-            return pd_fail_sys(e, "%s: cannot make a socket", path);
+            return pd_fail_sys(e, "unix:%s: cannot make a socket", path);
         if (!connect(fd, (struct sockaddr *)&a, sizeof a)) {
             rc = pd_unix_check_peer(fd, path, e);
             if (rc)
@@ -90,15 +90,15 @@ static int connect_unix(const char *path, int64_t timeout_us, struct pd_endpoint
         close(fd);
         errno = why;
         if (why == EINTR)
-            return pd_fail(e, PD_ECANCEL, "%s: interrupted while connecting", path);
+            return pd_fail(e, PD_ECANCEL, "unix:%s: interrupted while connecting", path);
         if (why != ENOENT && why != ECONNREFUSED && why != EAGAIN)
-            return pd_fail_sys(e, "%s: cannot connect", path);
-        if (pd_mono_us() >= until) {
-            return pd_fail(e, PD_ETIME, "%s: cannot connect within %lld ms (is the other side running?): %s", path, (long long)(timeout_us / 1000), strerror(why));
-        }
+            return pd_fail_sys(e, "unix:%s: cannot connect", path);
+        if (pd_mono_us() >= until)
+            return pd_fail(e, PD_ETIME, "unix:%s: cannot connect within %lld ms (is the other side running?): %s", path, (long long)(timeout_us / 1000),
+                           strerror(why));
         struct timespec t = { 0, RETRY_US * 1000 };
         if (nanosleep(&t, NULL))
-            return pd_fail(e, PD_ECANCEL, "%s: interrupted while connecting", path);
+            return pd_fail(e, PD_ECANCEL, "unix:%s: interrupted while connecting", path);
     }
     return rc;
 }

@@ -279,7 +279,7 @@ static int decide(struct pd_rstream *s, struct pd_err *e)
     } else if (s->lines)
         s->mode = LINES;
     else {
-        pd_fail(&s->fatal, PD_ECORRUPT, "byte 0x%02x at %llu begins no record: JSON Lines ('{') or msgpack is expected (text, one prompt a line: --lines)", b,
+        pd_fail(&s->fatal, PD_ECORRUPT, "byte 0x%02x at %llu begins no record: JSON Lines ('{') or msgpack is expected (plain prompts, one a line: pd-prefill --lines)", b,
                 (unsigned long long)(s->offset + (i - s->begin)));
         return die(s, PD_ECORRUPT, e);
     }

@@ -125,6 +125,14 @@ ok(x.returncode == 0 and {"queue", "prefill", "transfer", "publish", "wait", "fi
 x = run(trace("show", "--format", "json", one, log("d"), log("p")))
 w = json.loads(x.stdout)
 ok(w["run"] == one and w["state"] == "completed" and {s["name"] for s in w["stages"]} == set(names) and all(s["at_ms"] >= 0 for s in w["stages"]), "show --format json", w)
+x = run(trace("show", "--format", "json", events(log("agg"))[1]["run"], log("agg")))
+ok([s["name"] for s in json.loads(x.stdout)["stages"]] == ["queue", "prefill", "first", "stream", "completed"], "show: what was computed where it is decoded has no stage of publishing", x.stdout)
+routed = [{"pd": "event", "v": 1, "run": one, "state": s, "role": role, "where": "remote", "worker": role, "t_us": 10**15 + 10 * i, "mono_us": 10**9 + 10 * i}
+          for i, (s, role) in enumerate([("accepted", "route"), ("route_selected", "route"), ("prefill_started", "prefill"), ("completed", "route")])]
+x = run(trace("show", "--format", "json", one), lines(routed))
+ok([s["name"] for s in json.loads(x.stdout)["stages"]][:3] == ["route", "queue", "prefill"], "show: in order of their beginning", x.stdout + x.stderr)
+x = run(trace("ls", "--format", "json"), lines([e for e in routed if e["role"] == "route"]))
+ok(json.loads(x.stdout)["mode"] == "remote", "ls: the router's log alone tells the mode that was chosen", x.stdout + x.stderr)
 x = run(trace("show", "01", log("d"), log("p")))
 ok(x.returncode == 2 and one_line(x.stderr) and b"several runs" in x.stderr, "show: too short a beginning", x.stderr)
 x = run(trace("show", "01ARZ3NDEKTSV4RRFFQ69G5FAV", log("d")))
@@ -195,7 +203,10 @@ x = run(trace("check", f"{tmp}/no.trace"))
 ok(x.returncode == 4 and one_line(x.stderr) and b"there is no record in it" in x.stderr, "what is no log: exit 4", x.stderr)
 x = run(trace("check", f"{tmp}/absent.trace"))
 ok(x.returncode == 1 and one_line(x.stderr) and b"absent.trace" in x.stderr, "an absent file", x.stderr)
-for args, what in ((("check", "--bound", "7", log("p")), b"--bound 500ms"), (("follow", "--last", "-4", log("p")), b"--last 10"), (("ls", "-o", "x", log("p")), b"-o is for"), (("sho",), b"ls, show, check")):
+for args, what in ((("check", "--bound", "7", log("p")), b"--bound 500ms"), (("follow", "--last", "-4", log("p")), b"--last 10"), (("ls", "-o", "x", log("p")), b"-o is for"), (("sho",), b"ls, show, check"),
+                   ((), b"which verb? (cat, ls, show"), (("ls", "--run", one), b"--run: ls has no use for it (it is for cat, follow, kv)"),
+                   (("kv", "ls", "--tokens", "0:4", "x.h5"), b"--tokens: kv ls has no use for it (it is for kv slice)"),
+                   (("follow", "--bound", "1s"), b"it is for check"), (("cat", "--strict"), b"it is for ls, show, check, merge")):
     x = run(trace(*args))
     ok(x.returncode == 2 and one_line(x.stderr) and what in x.stderr, f"usage: {' '.join(args[:2])}", x.stderr)
 x = run(["sh", "-c", f"{tap.B}/bin/pd-trace cat {tmp}/m.trace >/dev/full || echo $?; {tap.B}/bin/pd-trace stats {tmp}/m.trace >/dev/full || echo $?"])
