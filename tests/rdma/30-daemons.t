@@ -89,7 +89,8 @@ runs = [R.remote(q, P, D) for q in reqs(4, 1)]
 R.wait(runs)
 subprocess.check_call(["tc", "qdisc", "del", "dev", "a0", "root"])
 ok(got(R, runs) == want(runs, 1), "cut: the link is dead: the same tokens", (got(R, runs), open(P.err_path).read(), open(D.err_path).read()))
-ok("does not answer" in open(P.err_path).read() + open(D.err_path).read(), "cut: and it is said", open(P.err_path).read() + open(D.err_path).read())
+ok(all(x["mode"] == "remote" and x["kv_bytes"] > 0 for r in runs for x in R.of(r, "result")), "cut: they went on over the next connection", [R.of(r, "result") for r in runs])
+ok("inline (rdma: 10.9.1.2 did not answer" in open(P.err_path).read(), "cut: by another way, and it is said", open(P.err_path).read())
 close("cut", R, P, D)
 
 # ---- pd-kvsend, two of them
