@@ -13,7 +13,7 @@ enum { OUTS_MAX = 64 };
 static struct poptOption options[] = {
     { "via", '\0', POPT_ARG_STRING, &via, 0, "how KV may go between two that speak the transfer protocol, best first (default: shm, rdma, tcp, inline, as far as there are)", "SCHEMES" },
     { "peers", '\0', POPT_ARG_STRING, &peers, 0, "how many peers a listening endpoint serves before it is done (default 1)", "N" },
-    { "codec", '\0', POPT_ARG_STRING, &codec, 0, "how payload is coded in plain streams that go out: " PD_CODEC_LIST " (default: as it comes, or none)", "CODEC" },
+    { "codec", '\0', POPT_ARG_STRING, &codec, 0, "how payload is coded as it goes out (not by shm, tcp, rdma): " PD_CODEC_LIST " (default: as it comes, or none)", "CODEC" },
     { "kv-mem", '\0', POPT_ARG_STRING, &kv_mem, 0, "memory for KV on its way (default an eighth of memory, 1GiB at most)", "SIZE" },
     { "chunk", '\0', POPT_ARG_STRING, &chunk, 0, "size of the chunks that go out (default: as they come)", "SIZE" },
     { "resume", '\0', POPT_ARG_STRING, &resume, 0, "how long a dropped transfer is tried to be gone on with (default: the connect timeout)", "TIME" },
@@ -116,7 +116,8 @@ static int run(const char **args, int *status, struct pd_err *e)
     gethostname(host, sizeof host - 1);
     snprintf(name, sizeof name, "kvsend@%.63s:%d", host, (int)getpid());
     o.worker = name;
-    o.via = via ? via : every_way();
+    const char *every = every_way();
+    o.via = via ? via : every;
     rc = translate(&in, &o.via, &made[n_made++], e);
     rc = rc ? rc : translate(&at, &o.via, &made[n_made++], e);
     for (int i = 0; !rc && out && out[i]; i++)
@@ -126,6 +127,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         rc = rc ? rc : do_probe(&o, at, e);
         goto out;
     }
+    if (o.via == every && o.coded && o.codec != PD_CODEC_NONE)
+        o.out_via = "shm,inline";       /* what is written straight into its place is not coded */
     rc = pd_trace_open(trace, name, "kvsend", &t, e);
     o.trace = t;
     rc = rc ? rc : pd_sender_run(&o, status, e);

@@ -28,7 +28,8 @@ struct pd_sender_opts {
     size_t max_record;
     int64_t kv_mem;                     /* 0: an eighth of memory, 1 GiB at most */
     uint64_t chunk_bytes;               /* of chunks that go out; 0: as they come */
-    bool coded;                         /* plain streams that go out are coded as `codec` says; else payload goes out plain, or as it came */
+    const char *out_via;                /* instead of via, to receivers; or NULL */
+    bool coded;                         /* chunk records that go out are coded as `codec` says; else payload goes out plain, or as it came */
     enum pd_codec_mode codec;
     bool json, keep_going, strict;
     const char *worker;                 /* kvsend@host:pid */

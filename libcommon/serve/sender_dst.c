@@ -55,7 +55,9 @@ int send_dst_open(struct send_dst *d, struct pd_err *e)
 static int make_xfer(struct send_dst *d, struct pd_err *e)
 {
     struct send *s = d->s;
-    struct pd_xfer_opts o = { .giving = true, .relay = true, .via = s->o.via, .worker = d->name, .epoch = d->epoch,
+    struct pd_xfer_opts o = { .giving = true, .relay = true, .codec = s->o.coded ? s->o.codec : PD_CODEC_NONE,
+        .via = s->o.out_via ? s->o.out_via : s->o.via,
+        .worker = d->name, .epoch = d->epoch,
         .fp_fields = { d->fp.p, d->fp.n }, .pool = d->st->pool, .leases = d->leases, .accept_us = SEND_PATIENT_US, .stall_us = SEND_PATIENT_US };
     d->c.heard = d->c.pinged = s->now;
     d->c.raw_dead = false;

@@ -57,7 +57,7 @@ static int choose(struct pd_xfer *x, const char *via, struct pd_move *m, struct 
 
 static struct pd_sending sending(const struct pd_move *m)
 {
-    return (struct pd_sending){ .pool = m->x->o.pool, .plan = &m->plan, .blocks = m->blocks, .desc = &m->head, .owner = m };
+    return (struct pd_sending){ .pool = m->x->o.pool, .plan = &m->plan, .blocks = m->blocks, .desc = &m->head, .owner = m, .coding = &m->x->coding };
 }
 
 static struct pd_reader reader(struct pd_move *m, bool waits)
@@ -74,6 +74,13 @@ static int describe(struct pd_move *m, const struct pd_lease_info *lease, struct
     *y = (struct pd_payload){ .bytes = m->plan.bytes, .chunk_bytes = m->plan.chunk_bytes, .n_chunks = m->plan.n_chunks, .chunk_blocks = m->plan.chunk_blocks,
                              .codec = "none" };
     int rc = m->tr->offer(m->path, &s, y, &m->arena, e);
+    if (!rc && m->tr == &pd_inline && pd_hello_can(&m->x->theirs, "zstd")) {
+        struct pd_coding *c = &m->x->coding;
+        strcpy(y->codec, pd_codec_name(m->x->o.codec, d->layout.dtype));
+        c->rule.mode = m->x->o.codec;
+        if (*y->codec == 'z' && !c->codec)
+            rc = pd_codec_new(&c->codec, e);
+    }
     if (rc || !m->tr->borrows)
         return rc;
     struct pd_lease_rec r = { .owner = m->x->mine.worker.p ? m->x->mine.worker : (struct pd_str){ "", 0 }, .ttl_us = lease->ttl_us, .renew_us = m->renew_us };

@@ -22,10 +22,13 @@ static int send_one(void *path, const struct pd_sending *s, uint32_t index, uint
     if (!iov)
         return PD_ENOMEM;
     int rc = pd_export_chunk(s->pool, s->blocks, s->plan, s->desc, index, &c, iov, &pieces, e);
+    if (!rc && *s->desc->payload.codec == 'z')
+        rc = pd_codec_chunk(s->coding->codec, &s->coding->rule, &c, iov, &pieces, e);
     rc = rc ? rc : pd_chunk_encode_head(&c, pd_out_buf(out), e);
     if (rc)
         return rc;
     pd_out_chunk(out, s->owner, pieces);
+    s->coding->bytes = c.data.n;
     *sent = 1;
     return 0;
 }

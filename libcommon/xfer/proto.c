@@ -287,7 +287,7 @@ static void forget_greeted(struct pd_xfer *x)
         }
 }
 
-struct pd_str pd_xfer_caps[PD_XFER_CAPS] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 } };
+struct pd_str pd_xfer_caps[PD_XFER_CAPS] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 }, { "zstd", 4 } };
 
 bool pd_hello_can(const struct pd_hello *h, const char *cap)
 {
@@ -391,6 +391,7 @@ void pd_xfer_free(struct pd_xfer *x)
         if (x->via[i]->close)
             x->via[i]->close(x->path[i]);
     pd_out_free(&x->out);
+    pd_codec_free(x->coding.codec);
     pd_seen_free(&x->gone);
     pd_arena_free(&x->my_arena);
     pd_arena_free(&x->their_arena);
@@ -739,6 +740,8 @@ int pd_xfer_iov(struct pd_xfer *x, struct iovec *v, int max, int64_t now, struct
     while (x->state == X_OPEN && x->o.giving && !pd_out_has_chunk(&x->out) && pd_out_waiting(&x->out) < ROOM && x->pulled < PULL)
         if (pd_x_give_pull(x) <= 0)
             break;
+    if (pd_out_has_chunk(&x->out) && !x->coding.since)
+        x->coding.since = now;
     int n = pd_out_iov(&x->out, v, max);
     return n ? n : closed(x, e);
 }
@@ -746,12 +749,17 @@ int pd_xfer_iov(struct pd_xfer *x, struct iovec *v, int max, int64_t now, struct
 void pd_xfer_wrote(struct pd_xfer *x, size_t n, int64_t now)
 {
     x->now = now;
+    bool chunk = pd_out_has_chunk(&x->out);
     if (n && x->out.owner)
         for (struct pd_move *m = x->moves; m; m = m->next)
             if (m == x->out.owner)
                 m->since = now;
     pd_out_wrote(&x->out, n);
     x->n.bytes_out += n;
+    if (chunk && !pd_out_has_chunk(&x->out) && x->coding.since) {
+        pd_codec_wrote(&x->coding.rule, x->coding.bytes, now - x->coding.since);
+        x->coding.since = 0;
+    }
 }
 
 bool pd_xfer_event(struct pd_xfer *x, struct pd_xfer_event *ev)

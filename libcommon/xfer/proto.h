@@ -22,7 +22,7 @@
 
 #define PD_XFER_MOVES 1024      /* open at once on one connection */
 #define PD_XFER_VIA "shm,tcp,inline"    /* over a Unix socket shm,inline, over TCP tcp,inline */
-enum { PD_XFER_CAPS = 3 };
+enum { PD_XFER_CAPS = 4 };
 extern struct pd_str pd_xfer_caps[PD_XFER_CAPS];        /* what hello says that this end can do; of one that takes, what it converts besides (pd_conv_caps) */
 
 struct pd_xfer_opts {
@@ -39,6 +39,7 @@ struct pd_xfer_opts {
     uint64_t epoch;
     struct pd_bin fp_fields;            /* own fingerprint map; alive as long as the connection */
     unsigned convert;                   /* taking: PD_CONV_* (../kv/convert.h) of what the giver's layout may differ in */
+    enum pd_codec_mode codec;           /* giving: how chunk records go (inline), to a taker that can decode them */
     struct pd_pool *pool;               /* giving: payload is read from it; taking: written to it */
     struct pd_leases *leases;           /* giving: the ledger */
     int32_t peer_pid; uint64_t peer_start;      /* of a peer on this host (SO_PEERCRED, pd_proc_start), for the reconciler; or 0 */

@@ -77,6 +77,7 @@ struct pd_xfer {
     int all;                            /* an epoll of their descriptors, where there are several; or -1 */
     char via_text[256];
     struct pd_out out;
+    struct pd_coding coding;
     uint64_t pulled;                    /* payload bytes hashed in this call of pd_xfer_iov */
     struct pd_move *moves, *turn;       /* all; whose chunk is next */
     struct pd_seen gone;                /* run and gen of moves that are over */

@@ -6,6 +6,7 @@
  * Giving end: reg, offer, aim, send, fence. Taking end: ready, poll, land, landed, placed, withdraw. Both: the others. NULL where there is nothing to do. */
 #ifndef PD_XFER_TRANSPORT_H
 #define PD_XFER_TRANSPORT_H
+#include "../kv/codec.h"
 #include "../kv/handover.h"
 #include "../kv/lease.h"
 #include "../wire/transfer.h"
@@ -16,6 +17,8 @@ struct pd_xfer_opts;
 struct pd_tls;
 /* A chunk of a hand-over has come whole, into its place; or cannot (err). */
 struct pd_placed { const void *owner; uint32_t index; uint64_t xxh3; struct pd_err err; };
+/* How a connection codes what it sends as chunk records; made when the first payload says zstd. */
+struct pd_coding { struct pd_codec *codec; struct pd_codec_rule rule; uint64_t bytes /* of the chunk that is being written */; int64_t since; };
 
 /* One hand-over, as the giving end's transport sees it. */
 struct pd_sending {
@@ -24,6 +27,7 @@ struct pd_sending {
     const uint32_t *blocks;             /* [plan->n_blocks] */
     const struct pd_kvdesc *desc;       /* run, gen, layout are set */
     const void *owner;                  /* names it to pd_out */
+    struct pd_coding *coding;
 };
 
 struct pd_transport {

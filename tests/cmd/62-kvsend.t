@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import tempfile
+import threading
+import time
 
 import tap
 from tap import B, decode, lines, ok, prefill, records, results, run
@@ -57,6 +59,51 @@ for codec in ("zstd", "auto", "none"):
         t = run(kvsend("-o", f"unix:{tmp}/z"), x.stdout)
         same(run(decode("--format", "json"), c.stdout.read()).stdout, "what comes coded goes on by transfer: the same", t.stderr + c.stderr.read())
         ok(c.wait() == 0 and t.returncode == 0, "in good order")
+# by transfer over TCP: a relay counts what passes
+def relayed(*args):
+    """(bytes that the sender wrote, the receiver's output, both errors)"""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    c = start(kvsend("-i", f"tcp-listen:127.0.0.1:{port}"))
+    listen = socket.create_server(("127.0.0.1", 0))
+    t = start(kvsend(*args, "-o", f"tcp:127.0.0.1:{listen.getsockname()[1]}", "-i", f"{tmp}/wide.kv"))
+    out = threading.Thread(target=lambda: outs.append(c.stdout.read()))
+    outs, count = [], [0]
+    out.start()
+    listen.settimeout(30)
+    a = listen.accept()[0]
+    a.settimeout(None)
+    for _ in range(200):
+        try:
+            b = socket.create_connection(("127.0.0.1", port))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+
+    def pump(x, y, n):
+        while d := x.recv(1 << 16):
+            n[0] += len(d)
+            y.sendall(d)
+        y.shutdown(socket.SHUT_WR)
+    both = [threading.Thread(target=pump, args=v, daemon=True) for v in ((a, b, count), (b, a, [0]))]
+    [v.start() for v in both]
+    try:
+        codes = t.wait(30), c.wait(30)
+    except subprocess.TimeoutExpired:
+        codes = t.kill(), c.kill()
+    out.join(30)
+    return count[0], outs[0], codes, t.stderr.read() + c.stderr.read()
+
+
+WIDE = [{"id": i, "prompt": "It was the best of times, it was the worst of times. " * 3, "max_tokens": 4, "temperature": 0} for i in range(3)]
+open(f"{tmp}/wide.kv", "wb").write(run(prefill("--kv-dtype", "bf16"), lines(WIDE)).stdout)
+want = key(run(decode("--kv-dtype", "bf16", "--format", "json", "-i", f"{tmp}/wide.kv")).stdout)
+plain = relayed("--via", "inline")
+for args in (["--codec", "zstd"], ["--codec", "zstd", "--via", "inline"], ["--codec", "auto"]):
+    n, got, codes, err = relayed(*args)
+    good = codes == (0, 0) and key(run(decode("--kv-dtype", "bf16", "--format", "json"), got).stdout) == want
+    ok(good and (n < 0.85 * plain[0] or args[1] == "auto"), f"{' '.join(args)} over TCP: the same, in {n} of {plain[0]} bytes", (codes, err))
 x = run(kvsend("--format", "json"), KV)
 y = run(kvsend("--chunk", "4KiB", "--format", "json"), x.stdout)
 z = run(decode("--format", "json"), y.stdout)

@@ -73,6 +73,36 @@ static void handed_over(void **state)
     }
 }
 
+/* Chunk records go coded where the giver is told to and the taker can decode: fewer bytes on the wire, the same in the pool; by shm nothing is coded. */
+static void coded_on_the_way(void **state)
+{
+    uint64_t sent[4];
+    for (int way = 0; way < 4; way++) {         /* plain; zstd; auto; zstd, but by shm */
+        const struct pd_xfer_opts g = { .epoch = 3, .codec = way == 0 ? PD_CODEC_NONE : way == 2 ? PD_CODEC_AUTO : PD_CODEC_ZSTD };
+        struct xf w;
+        struct pd_err e = { 0 };
+        xf_open(&w, &g, NULL);
+        for (uint32_t b = 0; b + 1 < w.f.plan.n_blocks; b++)        /* not the last one, whose tail is zero */
+            for (int l = 0; l < xf_geom.layers; l++)
+                for (int v = 0; v < 2; v++)
+                    memset(pd_pool_base(w.f.pool, w.f.blocks[b]) + pd_pool_off(w.f.pool, l, v), 0x3c, pd_pool_layer_bytes(w.f.pool));
+        xf_pump(&w);
+        assert_int_equal(xf_give(&w, way == 3 ? "shm" : "inline", &e), 0);
+        pd_give_ready(w.gm, 0, w.f.plan.n_chunks);
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        xf_pump(&w);
+        if (w.last[1].err.code)
+            fail_msg("%s", w.last[1].err.msg);
+        assert_int_equal(w.got[1][PD_XE_TAKEN], 1);
+        assert_int_equal(w.got[0][PD_XE_RELEASED], 1);
+        assert_true(xf_same(&w));
+        sent[way] = pd_xfer_counts(w.g).bytes_out;
+        xf_close(&w);
+    }
+    assert_true(sent[1] + 2000 /* of 9,984 of payload */ < sent[0]);
+    assert_true(sent[2] < sent[0]);
+}
+
 static void hundreds_at_once(void **state)
 {
     struct xf w;
@@ -1200,7 +1230,7 @@ int main(int argc, char **argv)
     if (argc == 3 && !strcmp(argv[1], "seeds"))
         return write_seeds(argv[2]);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(handed_over), cmocka_unit_test(hundreds_at_once), cmocka_unit_test(ends_that_do_not_fit), cmocka_unit_test(strange_hellos),
+        cmocka_unit_test(handed_over), cmocka_unit_test(coded_on_the_way), cmocka_unit_test(hundreds_at_once), cmocka_unit_test(ends_that_do_not_fit), cmocka_unit_test(strange_hellos),
         cmocka_unit_test(every_record_in_every_state), cmocka_unit_test(cut_in_each_state), cmocka_unit_test(revoked_in_the_middle_of_a_chunk),
         cmocka_unit_test(fenced_in_place), cmocka_unit_test(a_reader_that_stood_still), cmocka_unit_test(a_flipped_byte), cmocka_unit_test(offers_that_lie),
         cmocka_unit_test(slabs_that_are_not_safe), cmocka_unit_test(limits), cmocka_unit_test(a_slow_prefill), cmocka_unit_test(what_is_held_is_not_sent),
