@@ -29,6 +29,7 @@ if [ "$1 ${2%%:*}" = "--status unix" ]; then            # pd-route, asked by pd-
     cat "$(dirname "${2#unix:}")/seen" 2>/dev/null || echo "workers_ready 64"
     exit 0
 fi
+[ "$1" != --check ] || exit 0
 trap 'echo "$name: drained"; rm -f "$sock"; exit $status' TERM
 trap 'echo "$name: interrupted"; exit 99' INT
 while [ $# -gt 0 ]; do

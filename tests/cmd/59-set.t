@@ -44,7 +44,7 @@ ok(subprocess.run(["pgrep", "-f", tmp.name], stdout=subprocess.DEVNULL).returnco
 d, r = up("1P1D", f'{B}/bin/pd-route --check --worker "unix:$PD_ROUTE" --format json', "")
 ok(r.returncode == 0 and [x["match"] for x in records(r.stdout)] == ["ok"], "the router can be asked which of them fit together", r)
 d, r = up("1P1D", ASK, lines(REQS[:1]), "--decode", "--block-size 32")
-ok(r.returncode == 0 and results(r.stdout)[0]["finish_reason"] == "blocked" and b"block_size" in r.stdout, "a pair that does not fit is not used, and the field is named", r)
+ok(r.returncode == 3 and not r.stdout and b"block_size differs (prefill 16, decode 32)" in r.stderr, "a set between whose workers no KV can go is not served, and the field is named", r)
 d, r = up("1P1D", "exit 3", "", "--prefill", "--no-such-option")
 ok(r.returncode == 1 and b"p0 ended with status 2" in r.stderr and b"--no-such-option" in r.stderr, "a worker's own words about an option are shown", r)
 tap.done()
