@@ -78,6 +78,7 @@ static void move_free(struct pd_move *m)
     pd_free(m->skip);
     pd_free(m->from_blocks);
     pd_free(m->sums);
+    pd_free(m->named);
     pd_free(m->told);
     pd_free(m->waits);
     pd_import_free(m->im);

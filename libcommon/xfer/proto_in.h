@@ -50,9 +50,9 @@ struct pd_move {
     struct pd_import *im;
     struct pd_slabs *from;
     uint32_t *from_blocks;              /* while waiting and offered */
-    uint64_t *sums, *told;              /* shm: [n_chunks]; a bit a chunk: its sum came */
+    uint64_t *sums, *named, *told;      /* shm, rdma: [n_chunks]; a bit a chunk: its sum came; and it is there, to be verified */
     uint32_t n_told;                    /* chunks whose sum came and that are not verified */
-    struct waiting { uint32_t seq, chunk0, chunks; } *waits; uint32_t n_waits, cap_waits;     /* of those: told, and have not landed yet */
+    struct waiting { uint32_t seq, chunk0, chunks; } *waits; uint32_t n_waits, cap_waits, n_awaited;  /* of those: n_awaited that have not landed yet */
     bool targeted;                      /* the peer may write into its blocks */
     bool all_done, in_place, verified, lost;
     int64_t lease_until;                /* by our clock */

@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include "proto_in.h"
 
+enum { RENEW_LEAST_US = 10000 };
+
 /* Nothing of it is in use any more, unless its peer may still write into it: then its last event, and what it holds, wait for the peer to say that it does
  * not (drain_until at the latest), as taking its region away under a write would break the connection. */
 void pd_x_take_end(struct pd_move *m)
@@ -54,6 +56,13 @@ static int fail_now(struct pd_move *m, int code, const char *action, const char 
 /* Newer of two generations of one life: the counter in the second half. */
 static bool newer(const uint8_t *a, const uint8_t *b) { return memcmp(a + 8, b + 8, 8) > 0; }
 
+/* As it asks, but not in every turn of the loop: whatever it asks. */
+static int64_t renew_every(const struct pd_lease_rec *l)
+{
+    int64_t least = l->ttl_us / 3 < RENEW_LEAST_US ? l->ttl_us / 3 + 1 : RENEW_LEAST_US;
+    return l->renew_us > least ? l->renew_us : least;
+}
+
 static int check_offer(struct pd_xfer *x, struct pd_move *m, struct pd_err *e)
 {
     const struct pd_kvdesc *d = &m->desc;
@@ -90,9 +99,9 @@ static int check_offer(struct pd_xfer *x, struct pd_move *m, struct pd_err *e)
     memcpy(m->lease, lease.id, sizeof m->lease);
     m->has_lease = true;
     m->ttl_us = lease.ttl_us;
-    m->renew_us = lease.renew_us;
+    m->renew_us = renew_every(&lease);
     m->lease_until = x->now + lease.ttl_us;
-    m->renew_at = x->now + lease.renew_us;
+    m->renew_at = x->now + m->renew_us;
     return 0;
 }
 
@@ -217,7 +226,7 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
     uint32_t n_chunks = rc ? 0 : pd_import_plan(m->im)->n_chunks;
     size_t words = (n_chunks + (size_t)63) / 64;
     if (!rc && m->tr->sums && (!(m->sums = pd_calloc(n_chunks, sizeof *m->sums, "checksums", &why)) ||
-                                  !(m->told = pd_calloc(words, 8, "chunk bitmap", &why))))
+                                  !(m->told = pd_calloc(words, 8, "chunk bitmap", &why)) || !(m->named = pd_calloc(words, 8, "chunk bitmap", &why))))
         rc = PD_ENOMEM;
     if (!rc && m->tr->land && pd_import_missing(m->im)) {
         rc = m->tr->land(m->path, m, x->o.pool, m->im, &r, &a, &why);
@@ -304,11 +313,9 @@ static int told(struct pd_move *m, const struct pd_done *d)
     bool there = !m->tr->landed || reached(m->tr->landed(m->path), d->seq);
     for (uint32_t i = 0; i < d->chunks; i++) {
         uint32_t k = d->chunk0 + i;
-        bool twice = BIT(m->told, k) || pd_import_has(m->im, k);
-        for (uint32_t w = 0; w < m->n_waits; w++)
-            twice |= k - m->waits[w].chunk0 < m->waits[w].chunks;
-        if (twice)
+        if (BIT(m->named, k) || pd_import_has(m->im, k))
             return fail_now(m, PD_ECORRUPT, "discarded", "run %s: chunk %u came twice", m->run, k);
+        SET_BIT(m->named, k);
         if (there)
             SET_BIT(m->told, k);
         m->n_told++;
@@ -324,6 +331,7 @@ static int told(struct pd_move *m, const struct pd_done *d)
         m->cap_waits = 2 * m->cap_waits + 16;
     }
     m->waits[m->n_waits++] = (struct waiting){ d->seq, d->chunk0, d->chunks };
+    m->n_awaited += d->chunks;
     return 0;
 }
 
@@ -339,6 +347,7 @@ void pd_x_take_landed(struct pd_xfer *x, uint32_t via)
         while (n < m->n_waits && reached(last, m->waits[n].seq)) {
             for (uint32_t i = 0; i < m->waits[n].chunks; i++)
                 SET_BIT(m->told, m->waits[n].chunk0 + i);
+            m->n_awaited -= m->waits[n].chunks;
             m->at = m->waits[n].chunk0 / 64 < m->at ? m->waits[n].chunk0 / 64 : m->at;
             n++;
         }
@@ -564,13 +573,7 @@ int pd_xfer_commit(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_
 /* ---- time ---- */
 
 /* There is something to verify: the peer is not late. */
-static bool in_hand(const struct pd_move *m)
-{
-    uint32_t waiting = 0;
-    for (uint32_t i = 0; i < m->n_waits; i++)
-        waiting += m->waits[i].chunks;
-    return m->n_told > waiting;
-}
+static bool in_hand(const struct pd_move *m) { return m->n_told > m->n_awaited; }
 
 static bool holds_lease(const struct pd_move *m) { return m->has_lease && m->state <= M_VERIFIED; }
 

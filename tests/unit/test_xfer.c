@@ -698,6 +698,36 @@ static void a_flipped_byte(void **state)
         }
 }
 
+/* A lease that asks to be renewed each microsecond is renewed, and leaves the loop its time. */
+static void a_lease_in_a_hurry(void **state)
+{
+    struct xf w;
+    struct pd_err e = { 0 };
+    struct pd_arena a = { 0 };
+    struct pd_kvdesc d;
+    struct pd_buf b = { 0 }, lease = { 0 };
+    xf_open(&w, NULL, NULL);
+    xf_pump(&w);
+    memset(w.lease, 7, 16);
+    make_rec(&w, R_OFFER, true, &b);
+    assert_int_equal(pd_kvdesc_decode(b.p, b.n, &a, &d, &e), 0);
+    assert_int_equal(pd_lease_rec_encode(&(struct pd_lease_rec){ .owner = { "", 0 }, .ttl_us = 30000000, .renew_us = 1 }, &lease, &e), 0);
+    d.lease = (struct pd_bin){ lease.p, lease.n };
+    b.n = 0;
+    assert_int_equal(pd_kvdesc_encode(&d, &b, &e), 0);
+    assert_int_equal(pd_xfer_feed(w.t, b.p, b.n, w.now, &e), 0);
+    for (int i = 0; i < 3; i++) {
+        assert_true(pd_xfer_next(w.t) >= w.now + 10000);
+        w.now += 10000;
+        pd_xfer_tick(w.t, w.now);
+    }
+    assert_int_equal(pd_xfer_counts(w.t).moves, 1);
+    pd_buf_free(&b);
+    pd_buf_free(&lease);
+    pd_arena_free(&a);
+    xf_close(&w);
+}
+
 /* Offers that are whole, yet lie or are stale: each is refused by name, and the connection lives. */
 static void offers_that_lie(void **state)
 {
@@ -1232,7 +1262,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(handed_over), cmocka_unit_test(coded_on_the_way), cmocka_unit_test(hundreds_at_once), cmocka_unit_test(ends_that_do_not_fit), cmocka_unit_test(strange_hellos),
         cmocka_unit_test(every_record_in_every_state), cmocka_unit_test(cut_in_each_state), cmocka_unit_test(revoked_in_the_middle_of_a_chunk),
-        cmocka_unit_test(fenced_in_place), cmocka_unit_test(a_reader_that_stood_still), cmocka_unit_test(a_flipped_byte), cmocka_unit_test(offers_that_lie),
+        cmocka_unit_test(fenced_in_place), cmocka_unit_test(a_reader_that_stood_still), cmocka_unit_test(a_flipped_byte), cmocka_unit_test(a_lease_in_a_hurry), cmocka_unit_test(offers_that_lie),
         cmocka_unit_test(slabs_that_are_not_safe), cmocka_unit_test(limits), cmocka_unit_test(a_slow_prefill), cmocka_unit_test(what_is_held_is_not_sent),
         cmocka_unit_test(resumed), cmocka_unit_test(another_run_does_not_resume), cmocka_unit_test(committed_over_the_next_connection),
         cmocka_unit_test(committed_while_it_is_offered_anew), cmocka_unit_test(an_offer_too_many), cmocka_unit_test(random_walks),
