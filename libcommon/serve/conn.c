@@ -10,6 +10,7 @@
 #include "../base/fault.h"
 #include "../base/log.h"
 #include "../wire/json.h"
+#include "../wire/lookup.h"
 #include "../wire/tcp.h"
 #include "../wire/unix.h"
 #include "conn.h"
@@ -26,8 +27,8 @@ enum {
 /* Descriptors that go with the byte at `at` of all that is written. */
 struct with_fds { struct with_fds *next; uint64_t at; int n, fd[CMSG_FDS]; };
 
-/* Where it is dialled: each address in turn. */
-struct dial { struct pd_tcp_addr a[PD_TCP_ADDRS]; int n, at; };
+/* Where it is dialled: each address in turn, once a name was looked up. */
+struct dial { struct pd_lookup *lookup; struct pd_tcp_addr a[PD_TCP_ADDRS]; int n, at; };
 
 struct pd_conn {
     struct pd_loop *l;
@@ -96,6 +97,8 @@ static void release(struct pd_conn *c)
     pd_watch_free(c->w);
     pd_timer_free(c->linger);
     pd_tls_free(c->tls);
+    if (c->dial)
+        pd_lookup_free(c->dial->lookup);
     pd_free(c->dial);
     if (c->fd >= 0)
         close(c->fd);
@@ -175,8 +178,9 @@ static void join_set(struct pd_conn *c)
 
 static int watch(struct pd_conn *c, struct pd_err *e)
 {
-    int rc = pd_watch_new(c->l, c->fd, on_ready, c, &c->w, e);
-    return rc ? rc : pd_watch_set(c->w, c->dial ? PD_WRITE : PD_READ, e);
+    bool asks = c->dial && c->dial->lookup;
+    int rc = pd_watch_new(c->l, asks ? pd_lookup_fd(c->dial->lookup) : c->fd, on_ready, c, &c->w, e);
+    return rc ? rc : pd_watch_set(c->w, c->dial && !asks ? PD_WRITE : PD_READ, e);
 }
 
 /* It may take this long to stand. */
@@ -265,6 +269,25 @@ static int dial_next(struct pd_conn *c, struct pd_err *e)
     return rc ? rc : watch(c, e);
 }
 
+/* Its addresses are known. */
+static int dial_found(struct pd_conn *c, const char *where, struct pd_err *e)
+{
+    int rc = pd_tcp_may(c->dial->a, c->dial->n, c->o.net, where, e);
+    return rc ? rc : dial_next(c, e);
+}
+
+static int looked_up(struct pd_conn *c, struct pd_err *e)
+{
+    struct pd_lookup *u = c->dial->lookup;
+    int rc = pd_lookup_take(u, c->dial->a, &c->dial->n, e);
+    pd_watch_free(c->w);
+    c->w = NULL;
+    c->dial->lookup = NULL;
+    rc = rc ? rc : dial_found(c, pd_lookup_where(u), e);
+    pd_lookup_free(u);
+    return rc;
+}
+
 static int dial_tcp(struct pd_loop *l, const char *where, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
                     struct pd_err *e)
 {
@@ -275,10 +298,13 @@ static int dial_tcp(struct pd_loop *l, const char *where, const struct pd_conn_o
     c->tcp = c->dialled = true;
     if (!(c->dial = pd_calloc(1, sizeof *c->dial, "addresses", e)))
         rc = PD_ENOMEM;
-    rc = rc ? rc : pd_tcp_resolve(where, false, c->dial->a, &c->dial->n, e);
-    rc = rc ? rc : pd_tcp_may(c->dial->a, c->dial->n, o->net, where, e);
     rc = rc ? rc : begin_opening(c, e);
-    rc = rc ? rc : dial_next(c, e);
+    rc = rc ? rc : pd_tcp_numeric(where, c->dial->a, &c->dial->n, e);
+    if (rc == 1) {
+        rc = pd_lookup_new(where, &c->dial->lookup, e);
+        rc = rc ? rc : watch(c, e);
+    } else
+        rc = rc ? rc : dial_found(c, where, e);
     if (rc) {
         release(c);
         return rc;
@@ -324,7 +350,7 @@ static void on_not_standing(void *ctx)
 {
     struct pd_conn *c = ctx;
     struct pd_err e;
-    pd_fail(&e, PD_ENOWORKER, "%s: %s within %d ms", name(c), c->dial ? "no connection" : "no TLS handshake (does the other side have --key-file?)", OPEN_US / 1000);
+    pd_fail(&e, PD_ENOWORKER, "%s: %s within %d ms", name(c), c->dial && c->dial->lookup ? "the name of its host was not looked up" : c->dial ? "no connection" : "no TLS handshake (does the other side have --key-file?)", OPEN_US / 1000);
     not_standing(c, &e);
 }
 
@@ -333,6 +359,11 @@ static void open_on(struct pd_conn *c)
 {
     struct pd_err e = { 0 };
     int rc = 0;
+    if (c->dial && c->dial->lookup) {
+        if (looked_up(c, &e))
+            not_standing(c, &e);
+        return;
+    }
     if (c->dial) {
         char where[PD_TCP_NAME];
         pd_tcp_name(&c->dial->a[c->dial->at - 1], where);
@@ -393,7 +424,7 @@ static void interest(struct pd_conn *c)
         return;
     bool read = may_read(c) || c->lingering, write = c->blocked;
     if (c->opening) {
-        short wants = c->dial ? POLLOUT : c->tls ? pd_tls_wants(c->tls) : 0;
+        short wants = c->dial ? c->dial->lookup ? POLLIN : POLLOUT : c->tls ? pd_tls_wants(c->tls) : 0;
         read = wants & POLLIN;
         write = wants & POLLOUT;
     }

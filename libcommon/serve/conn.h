@@ -55,7 +55,7 @@ struct pd_conn_opts {
 /* Owns fd from here on (closed on failure too), a connected socket. ctx goes to every callback. *o: its pointers live as long as the connection. */
 int pd_conn_new(struct pd_loop *l, int fd, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out, struct pd_err *e);
 /* The same to where somebody listens. "unix:PATH": it must run as we do or as root. "tcp:HOST:PORT": the connection is left opening; a HOST that is a name is
- * asked of the resolver, which may take its time. PD_ENOWORKER when nobody is there or its queue is full; try again by a timer. */
+ * looked up meanwhile, and what is wrong with it comes with `gone`. PD_ENOWORKER when nobody is there or its queue is full; try again by a timer. */
 int pd_conn_dial(struct pd_loop *l, const char *at, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
                  struct pd_err *e);
 int pd_conn_can_dial(const char *at, struct pd_err *e);         /* PD_EUSAGE: it is no such address, or too long for a socket. Nobody is asked */

@@ -61,6 +61,8 @@ static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
 {
     struct side *s = ctx;
     s->c = NULL;
+    if (why && why->code == PD_EUSAGE && strncmp(s->u->trouble, why->msg, sizeof s->u->trouble - 10))       /* a name that turned out to be where records may not go */
+        pd_warn("worker %s: %s", s->u->at, why->msg);
     if (why)
         snprintf(s->u->trouble, sizeof s->u->trouble, "%.190s", why->msg);
     later(s);

@@ -44,15 +44,17 @@ int pd_tcp_check(const char *where, bool listening, struct pd_err *e)
     return split(where, listening, host, port, e);
 }
 
-int pd_tcp_resolve(const char *where, bool listening, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e)
+static int resolve(const char *where, bool listening, int flags, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e)
 {
     char host[256], port[8];
-    struct addrinfo hint = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICSERV | (listening ? AI_PASSIVE : 0) }, *all = NULL;
+    struct addrinfo hint = { .ai_socktype = SOCK_STREAM, .ai_flags = flags | AI_NUMERICSERV | (listening ? AI_PASSIVE : 0) }, *all = NULL;
     int rc = split(where, listening, host, port, e);
     if (rc)
         return rc;
     *n = 0;
     rc = getaddrinfo(host[0] ? host : NULL, port, &hint, &all);
+    if (rc == EAI_NONAME && flags & AI_NUMERICHOST)
+        return 1;
     if (rc)
         return pd_fail(e, rc == EAI_MEMORY ? PD_ENOMEM : rc == EAI_SYSTEM ? PD_EFAIL : PD_ENOWORKER, "tcp:%s: the host '%s' is not found: %s", where, host,
                        rc == EAI_SYSTEM ? strerror(errno) : gai_strerror(rc));
@@ -63,6 +65,16 @@ int pd_tcp_resolve(const char *where, bool listening, struct pd_tcp_addr out[PD_
         }
     freeaddrinfo(all);
     return *n ? 0 : pd_fail(e, PD_ENOWORKER, "tcp:%s: the host '%s' has no address", where, host);
+}
+
+int pd_tcp_resolve(const char *where, bool listening, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e)
+{
+    return resolve(where, listening, 0, out, n, e);
+}
+
+int pd_tcp_numeric(const char *where, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e)
+{
+    return resolve(where, false, AI_NUMERICHOST, out, n, e);
 }
 
 bool pd_tcp_is_loopback(const struct pd_tcp_addr *a)

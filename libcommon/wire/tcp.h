@@ -16,6 +16,8 @@ struct pd_tcp_addr { struct sockaddr_storage a; socklen_t n; };
 /* The addresses of HOST:PORT, at most PD_TCP_ADDRS, those of names as the resolver orders them: a name may block for as long as it takes, an address never does. PD_EUSAGE: it
  * is none; PD_ENOWORKER: the name is not known now. */
 int pd_tcp_resolve(const char *where, bool listening, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e);
+/* The same without asking anybody, to connect to: 1: HOST is a name (wire/lookup asks beside a loop). */
+int pd_tcp_numeric(const char *where, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e);
 int pd_tcp_check(const char *where, bool listening, struct pd_err *e);  /* PD_EUSAGE: it is no HOST:PORT. Nobody is asked */
 bool pd_tcp_is_loopback(const struct pd_tcp_addr *a);
 /* PD_EUSAGE, naming --key-file and --insecure, when records would leave this host in the clear. */

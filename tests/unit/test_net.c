@@ -13,6 +13,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 #include <cmocka.h>
+#include <dlfcn.h>
+#include <netdb.h>
 #include "../../libcommon/base/clock.h"
 #include "../../libcommon/base/log.h"
 #include "../../libcommon/serve/listener.h"
@@ -22,6 +24,19 @@
 
 #define K1 "k1 000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f\n"
 #define K2 "k2 ffeeddccbbaa99887766554433221100ffeeddccbbaa99887766554433221100\n"
+
+/* The resolver, which can be slow. */
+static int slow_ms;
+int getaddrinfo(const char *host, const char *port, const struct addrinfo *hint, struct addrinfo **out)
+{
+    int (*real)(const char *, const char *, const struct addrinfo *, struct addrinfo **) = (int (*)(const char *, const char *, const struct addrinfo *, struct addrinfo **))dlsym(RTLD_NEXT, "getaddrinfo");
+    bool asks = host && !(hint->ai_flags & AI_NUMERICHOST);
+    if (asks && slow_ms)
+        usleep((useconds_t)slow_ms * 1000);
+    if (asks && !strcmp(host, "far.test"))
+        return real("192.0.2.1", port, hint, out);
+    return asks && !strcmp(host, "no.test") ? EAI_AGAIN : real(host, port, hint, out);
+}
 
 static struct pd_loop *loop;
 static struct pd_err e;
@@ -240,6 +255,45 @@ static void nobody_is_there(void **state)
     assert_int_equal(open_fds(), fds_before);
 }
 
+/* The loop has its turns while a name is looked up; what is wrong with it comes with `gone`; who is freed meanwhile is not told. */
+static void names_are_looked_up_beside_the_loop(void **state)
+{
+    struct pd_conn_opts o = { .name = "C", .net = &net[0] };
+    char at[100];
+    assert_int_equal(begin(NULL, NULL, "127.0.0.1"), 0);
+    snprintf(at, sizeof at, "tcp:localhost%s", strrchr(pd_listener_name(listener), ':'));
+    slow_ms = 300;
+    int64_t t0 = pd_mono_us();
+    assert_int_equal(pd_conn_dial(loop, at, &o, &client, &cli, &cli, &e), 0);
+    assert_true(pd_conn_opening(cli));
+    assert_int_equal(pd_conn_put(cli, tiny, 4, &e), 0);
+    run_for(1000);
+    assert_true(pd_mono_us() - t0 < 200000);
+    assert_string_equal(log_, "");
+    assert_true(until("r"));
+    assert_true(strchr(log_, 'S') && pd_mono_us() - t0 >= 300000);
+    pd_conn_free(cli);
+    cli = NULL;
+    for (int i = 0; i < 2; i++) {
+        n_log = 0;
+        log_[0] = 0;
+        assert_int_equal(pd_conn_dial(loop, i ? "tcp:far.test:9" : "tcp:no.test:9", &o, &client, &cli, &cli, &e), 0);
+        assert_true(until("G"));
+        assert_int_equal(why_code[0], i ? PD_EUSAGE : PD_ENOWORKER);
+        assert_non_null(strstr(why[0], i ? "--key-file" : "'no.test' is not found"));
+    }
+    n_log = 0;
+    assert_int_equal(pd_conn_dial(loop, at, &o, &client, &cli, &cli, &e), 0);
+    pd_conn_free(cli);
+    cli = NULL;
+    usleep(500000);             /* the thread ends alone */
+    run_for(10000);
+    assert_int_equal(n_log, 0);
+    slow_ms = 0;
+    end();
+    assert_int_equal(open_fds(), fds_before);
+}
+
 static void keys_that_do_not_fit(void **state)
 {
     static const struct { int c, s; const char *why; } t[] = { { 1, 0, "does not know the key with the id 'k2'" }, { -1, 0, NULL }, { 0, -1, "speaks no TLS" } };
@@ -322,7 +376,8 @@ int main(void)
     if (pd_keys_parse(K1, strlen(K1), "keys", &key[0], &e) || pd_keys_parse(K2, strlen(K2), "keys", &key[1], &e))
         return 1;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(records_pass), cmocka_unit_test(much_passes), cmocka_unit_test(nobody_is_there), cmocka_unit_test(keys_that_do_not_fit),
+        cmocka_unit_test(records_pass), cmocka_unit_test(much_passes), cmocka_unit_test(nobody_is_there), cmocka_unit_test(names_are_looked_up_beside_the_loop),
+        cmocka_unit_test(keys_that_do_not_fit),
         cmocka_unit_test(a_silent_one_is_let_go), cmocka_unit_test(a_silent_one_does_not_outlast_a_drain),
         cmocka_unit_test(a_killed_peer_is_told_from_one_that_ended) };
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
