@@ -91,8 +91,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return describe(e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (role || via || in_place || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
-        return pd_fail(e, PD_EUSAGE, "--role, --via, --in-place, --register, --metrics, --ready-fd and --max-connections are for daemons "
+    if (role || via || in_place || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.advertise || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
+        return pd_fail(e, PD_EUSAGE, "--role, --via, --in-place, --register, --advertise, --metrics, --ready-fd and --max-connections are for daemons "
                                      "(add --listen unix:PATH)");
     if (text && stream)
         return pd_fail(e, PD_EUSAGE, "--text and --stream exclude each other (text is written as it comes anyway)");

@@ -79,8 +79,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return describe(e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (via || lease || streams || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
-        return pd_fail(e, PD_EUSAGE, "--via, --streams, --lease, --register, --metrics, --ready-fd and --max-connections are for daemons "
+    if (via || lease || streams || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.advertise || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
+        return pd_fail(e, PD_EUSAGE, "--via, --streams, --lease, --register, --advertise, --metrics, --ready-fd and --max-connections are for daemons "
                                      "(add --listen unix:PATH)");
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is no way of a stream: inline is"

@@ -162,4 +162,7 @@ ok(x.returncode == 2 and b"--key-file" in x.stderr and b"--insecure" in x.stderr
 p = Proc(prefill(*ARGS, "--listen", "tcp-listen::0", "--insecure", m=TINY))
 at = p.at("ready:")
 ok(at.startswith(("tcp:0.0.0.0:", "tcp:[::]:")) and p.end(15) == 0, "unless it is told to be", p.said())
+for cmd in (prefill, decode):
+    x = run(cmd("--advertise", "tcp:127.0.0.1:1", m=TINY), b"")
+    ok(x.returncode == 2 and b"--advertise" in x.stderr and b"daemons" in x.stderr, "--advertise without --listen: usage", x)
 tap.done()
