@@ -341,7 +341,7 @@ static int end_tcp(struct pd_endpoint *ep, struct pd_err *e)
         if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
             break;
     }
-    return pd_fail(e, PD_ECANCEL, "the reader went away before it had read all");
+    return pd_fail(e, PD_ECANCEL, "the reader went away before it had read all%s", ep->tls ? "" : " (if it wants a key: --key-file)");
 }
 
 int pd_endpoint_commit(struct pd_endpoint *ep, struct pd_err *e)

@@ -226,8 +226,12 @@ d.p.send_signal(signal.SIGTERM)
 ok((d.p.wait(30), peer.until(lambda x: x["state"] == "draining", 9)["state"]) == (0, "draining") and peer.until(lambda x: False) is None, "a router hears of the drain, and does not keep it")
 d = Daemon("d2", mem="1MiB")
 stat = dial(d.path)
-stat.send({"pd": "status"})
-fds = stat.next()["ledger"]["fds"]
+fds = was = None
+while fds is None or fds != was:        # at its start it still makes the memory that it keeps ready
+    was = fds
+    stat.send({"pd": "status"})
+    fds = stat.next()["ledger"]["fds"]
+    time.sleep(0.5)
 for i in range(40):
     f = dial(d.path)
     f.send({"pd": "status", "follow": True, "events": True})
