@@ -1,75 +1,27 @@
 #include <errno.h>
 #include <fcntl.h>
-#include <poll.h>
 #include <stdio.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <sys/un.h>
 #include <unistd.h>
 #include "../base/clock.h"
 #include "../base/fault.h"
 #include "../base/log.h"
 #include "../wire/json.h"
-#include "../wire/lookup.h"
-#include "../wire/tcp.h"
-#include "../wire/unix.h"
-#include "conn.h"
+#include "conn_in.h"
 
 enum {
     HIGH = 1 << 20,
     TURN = 1 << 18,             /* bytes that one connection reads or writes in one turn of the loop, so that others have theirs */
-    CMSG_FDS = 16, MAX_FDS = 64,
     PIECES = 64,
-    OPEN_US = 5000000,          /* to stand: connected, and a key proved */
     LINGER_US = 500000          /* for a peer that we have done with and that still writes: it is to see our last words, not a reset */
-};
-
-/* Descriptors that go with the byte at `at` of all that is written. */
-struct with_fds { struct with_fds *next; uint64_t at; int n, fd[CMSG_FDS]; };
-
-/* Where it is dialled: each address in turn, once a name was looked up. */
-struct dial { struct pd_lookup *lookup; struct pd_tcp_addr a[PD_TCP_ADDRS]; int n, at; };
-
-struct pd_conn {
-    struct pd_loop *l;
-    int fd;
-    struct pd_tls *tls;         /* or NULL */
-    struct pd_watch *w;
-    struct pd_timer *linger;    /* and, before that, for it to stand */
-    struct dial *dial;          /* while it is being connected */
-    bool opening, dialled, tcp;
-    struct pd_conn_opts o;
-    const struct pd_conn_cb *cb;
-    void *ctx, *user;
-    struct pd_rstream *in;
-    struct pd_buf out;
-    size_t at;                  /* of out: written */
-    uint64_t base;              /* of out.p[0] among all bytes written */
-    struct with_fds *send, **send_last;
-    int got[MAX_FDS], n_got;
-    uint32_t holds, owed;
-    bool full, blocked;         /* above the mark, until below the low one; the socket takes no more for now */
-    bool garbage;               /* what came is no stream of records */
-    bool eof, ended, ended_told;        /* the peer's end; no more is read */
-    bool finishing;             /* nothing more is put */
-    bool dry;                   /* the last pull gave nothing */
-    bool hup, lingering;
-    bool dying, no_gone, buried;        /* buried: its last turn has begun */
-    bool queued, busy;          /* busy: inside input(), which must not be entered again */
-    bool first;                 /* no record has been given out yet, or the first one is in hand */
-    struct pd_err why;
-    struct pd_post turn;
-    int pid;
-    int64_t since;
-    struct pd_conn *next, **prev;
 };
 
 static void on_turn(void *ctx);
 static void on_ready(void *ctx, unsigned ready);
-static void on_not_standing(void *ctx);
 static void input(struct pd_conn *c);
 
-static void soon(struct pd_conn *c)
+void pd_conn_soon(struct pd_conn *c)
 {
     if (c->queued || c->buried)
         return;
@@ -80,7 +32,6 @@ static void soon(struct pd_conn *c)
 
 static size_t waiting(const struct pd_conn *c) { return c->out.n - c->at; }
 static bool unsent(const struct pd_conn *c) { return c->tls && pd_tls_unsent(c->tls); }
-static const char *name(const struct pd_conn *c) { return c->o.name ? c->o.name : "peer"; }
 static bool dry(const struct pd_conn *c) { return !c->cb->pull || c->dry; }
 static size_t high(const struct pd_conn *c) { return c->o.high ? c->o.high : HIGH; }
 static bool may_read(const struct pd_conn *c) { return !c->opening && !c->ended && !c->holds && (!c->full || c->o.asks) && !c->finishing && !c->dying; }
@@ -90,7 +41,7 @@ static void count(struct pd_metric *m, size_t n) { pd_metric_add(m, (int64_t)n);
 
 /* ---- birth and death ---- */
 
-static void release(struct pd_conn *c)
+void pd_conn_release(struct pd_conn *c)
 {
     if (c->queued)
         pd_loop_undefer(c->l, &c->turn);
@@ -104,7 +55,7 @@ static void release(struct pd_conn *c)
         close(c->fd);
     while (c->n_got)
         close(c->got[--c->n_got]);
-    for (struct with_fds *f = c->send, *next; f; f = next) {
+    for (struct pd_with_fds *f = c->send, *next; f; f = next) {
         next = f->next;
         for (int i = 0; i < f->n; i++)
             close(f->fd[i]);
@@ -126,7 +77,7 @@ static void release(struct pd_conn *c)
 }
 
 /* From now on nothing is read or written; `gone` and the freeing come with the turn. */
-static void die(struct pd_conn *c, const struct pd_err *why)
+void pd_conn_die(struct pd_conn *c, const struct pd_err *why)
 {
     if (c->dying)
         return;
@@ -135,11 +86,11 @@ static void die(struct pd_conn *c, const struct pd_err *why)
         c->why = *why;
     pd_watch_free(c->w);
     c->w = NULL;
-    soon(c);
+    pd_conn_soon(c);
 }
 
 /* All but the socket. */
-static int make(struct pd_loop *l, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out, struct pd_err *e)
+int pd_conn_make(struct pd_loop *l, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out, struct pd_err *e)
 {
     struct pd_conn *c = pd_calloc(1, sizeof *c, "a connection", e);
     if (!c)
@@ -152,18 +103,18 @@ static int make(struct pd_loop *l, const struct pd_conn_opts *o, const struct pd
     c->first = true;
     c->send_last = &c->send;
     c->since = pd_mono_us();
-    if (c->o.max_fds > MAX_FDS)
-        c->o.max_fds = MAX_FDS;
-    struct pd_rstream_opts ro = { .max_record = o->max_record, .name = name(c) };
+    if (c->o.max_fds > PD_CONN_MAX_FDS)
+        c->o.max_fds = PD_CONN_MAX_FDS;
+    struct pd_rstream_opts ro = { .max_record = o->max_record, .name = pd_conn_name(c) };
     int rc = pd_rstream_new(-1, &ro, &c->in, e);
     if (rc)
-        release(c);
+        pd_conn_release(c);
     else
         *out = c;
     return rc;
 }
 
-static void join_set(struct pd_conn *c)
+void pd_conn_join(struct pd_conn *c)
 {
     struct pd_conns *set = c->o.set;
     if (!set)
@@ -176,35 +127,19 @@ static void join_set(struct pd_conn *c)
     set->n++;
 }
 
-static int watch(struct pd_conn *c, struct pd_err *e)
+int pd_conn_watch(struct pd_conn *c, struct pd_err *e)
 {
     bool asks = c->dial && c->dial->lookup;
     int rc = pd_watch_new(c->l, asks ? pd_lookup_fd(c->dial->lookup) : c->fd, on_ready, c, &c->w, e);
     return rc ? rc : pd_watch_set(c->w, c->dial && !asks ? PD_WRITE : PD_READ, e);
 }
 
-/* It may take this long to stand. */
-static int begin_opening(struct pd_conn *c, struct pd_err *e)
-{
-    c->opening = true;
-    int rc = pd_timer_new(c->l, on_not_standing, c, &c->linger, e);
-    return rc ? rc : pd_timer_in(c->linger, OPEN_US, e);
-}
-
-static int begin_tls(struct pd_conn *c, bool client, struct pd_err *e)
-{
-    int rc = pd_tls_new(c->o.net->keys, c->fd, client, name(c), &c->tls, e);
-    return rc || c->opening ? rc : begin_opening(c, e);
-}
-
-static bool sealed(const struct pd_conn *c) { return c->tcp && c->o.net && c->o.net->keys; }
-
 int pd_conn_new(struct pd_loop *l, int fd, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out, struct pd_err *e)
 {
     struct ucred cred;
     socklen_t n = sizeof cred;
     struct pd_conn *c;
-    int rc = make(l, o, cb, ctx, &c, e);
+    int rc = pd_conn_make(l, o, cb, ctx, &c, e);
     if (rc) {
         close(fd);
         return rc;
@@ -216,186 +151,22 @@ int pd_conn_new(struct pd_loop *l, int fd, const struct pd_conn_opts *o, const s
     if (c->tcp)
         pd_tcp_tune(fd);
     if (fcntl(fd, F_SETFL, O_NONBLOCK))
-        rc = pd_fail_sys(e, "%s: cannot use the connection", name(c));
-    if (!rc && sealed(c))
-        rc = begin_tls(c, false, e);
-    if (rc || (rc = watch(c, e))) {
-        release(c);
+        rc = pd_fail_sys(e, "%s: cannot use the connection", pd_conn_name(c));
+    if (!rc && pd_conn_sealed(c))
+        rc = pd_conn_begin_tls(c, false, e);
+    if (rc || (rc = pd_conn_watch(c, e))) {
+        pd_conn_release(c);
         return rc;
     }
-    join_set(c);
+    pd_conn_join(c);
     *out = c;
     return 0;
-}
-
-/* ---- dialling ---- */
-
-static int dial_unix(struct pd_loop *l, const char *path, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
-                     struct pd_err *e)
-{
-    struct sockaddr_un a;
-    int rc = pd_unix_address(path, &a, e);
-    if (rc)
-        return rc;
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0)
-        return pd_fail_sys(e, "%s: cannot make a socket", path);
-    if (connect(fd, (struct sockaddr *)&a, sizeof a)) {
-        bool later = errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN || errno == EINTR;
-        rc = pd_fail_sys(e, "%s: cannot connect", path);
-        if (later && e)
-            e->code = PD_ENOWORKER;
-        rc = later ? PD_ENOWORKER : rc;
-    } else
-        rc = pd_unix_check_peer(fd, path, e);
-    if (rc) {
-        close(fd);
-        return rc;
-    }
-    return pd_conn_new(l, fd, o, cb, ctx, out, e);
-}
-
-/* The next of the addresses, until one is on its way. */
-static int dial_next(struct pd_conn *c, struct pd_err *e)
-{
-    int rc = PD_ENOWORKER;
-    pd_watch_free(c->w);
-    c->w = NULL;
-    if (c->fd >= 0)
-        close(c->fd);
-    c->fd = -1;
-    while (rc == PD_ENOWORKER && c->dial->at < c->dial->n)
-        rc = pd_tcp_dial(&c->dial->a[c->dial->at++], &c->fd, e);
-    return rc ? rc : watch(c, e);
-}
-
-/* Its addresses are known. */
-static int dial_found(struct pd_conn *c, const char *where, struct pd_err *e)
-{
-    int rc = pd_tcp_may(c->dial->a, c->dial->n, c->o.net, where, e);
-    return rc ? rc : dial_next(c, e);
-}
-
-static int looked_up(struct pd_conn *c, struct pd_err *e)
-{
-    struct pd_lookup *u = c->dial->lookup;
-    int rc = pd_lookup_take(u, c->dial->a, &c->dial->n, e);
-    pd_watch_free(c->w);
-    c->w = NULL;
-    c->dial->lookup = NULL;
-    rc = rc ? rc : dial_found(c, pd_lookup_where(u), e);
-    pd_lookup_free(u);
-    return rc;
-}
-
-static int dial_tcp(struct pd_loop *l, const char *where, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
-                    struct pd_err *e)
-{
-    struct pd_conn *c;
-    int rc = make(l, o, cb, ctx, &c, e);
-    if (rc)
-        return rc;
-    c->tcp = c->dialled = true;
-    if (!(c->dial = pd_calloc(1, sizeof *c->dial, "addresses", e)))
-        rc = PD_ENOMEM;
-    rc = rc ? rc : begin_opening(c, e);
-    rc = rc ? rc : pd_tcp_numeric(where, c->dial->a, &c->dial->n, e);
-    if (rc == 1) {
-        rc = pd_lookup_new(where, &c->dial->lookup, e);
-        rc = rc ? rc : watch(c, e);
-    } else
-        rc = rc ? rc : dial_found(c, where, e);
-    if (rc) {
-        release(c);
-        return rc;
-    }
-    join_set(c);
-    *out = c;
-    return 0;
-}
-
-int pd_conn_can_dial(const char *at, struct pd_err *e)
-{
-    struct sockaddr_un a;
-    if (!strncmp(at, "unix:", 5) && at[5])
-        return pd_unix_address(at + 5, &a, e);
-    if (!strncmp(at, "tcp:", 4))
-        return pd_tcp_check(at + 4, false, e);
-    return pd_fail(e, PD_EUSAGE, "'%.200s' is no endpoint to connect to (examples: unix:/run/pd/d0, tcp:hostB:7000)", at);
-}
-
-int pd_conn_dial(struct pd_loop *l, const char *at, const struct pd_conn_opts *o, const struct pd_conn_cb *cb, void *ctx, struct pd_conn **out,
-                 struct pd_err *e)
-{
-    int rc = pd_conn_can_dial(at, e);
-    return rc ? rc : *at == 'u' ? dial_unix(l, at + 5, o, cb, ctx, out, e) : dial_tcp(l, at + 4, o, cb, ctx, out, e);
-}
-
-/* ---- opening ---- */
-
-static void not_standing(struct pd_conn *c, const struct pd_err *why)
-{
-    static int64_t since;
-    static int n;
-    if (!since || pd_mono_us() - since > 10000000) {
-        since = pd_mono_us();
-        n = 0;
-    }
-    if (!c->dialled && n++ < 20)        /* somebody who came: nobody else would tell of it; nor shall it fill the log */
-        pd_warn("%s", why->msg);
-    die(c, why);
-}
-
-static void on_not_standing(void *ctx)
-{
-    struct pd_conn *c = ctx;
-    struct pd_err e;
-    pd_fail(&e, PD_ENOWORKER, "%s: %s within %d ms", name(c), c->dial && c->dial->lookup ? "the name of its host was not looked up" : c->dial ? "no connection" : "no TLS handshake (does the other side have --key-file?)", OPEN_US / 1000);
-    not_standing(c, &e);
-}
-
-/* The socket has news while it does not stand yet. */
-static void open_on(struct pd_conn *c)
-{
-    struct pd_err e = { 0 };
-    int rc = 0;
-    if (c->dial && c->dial->lookup) {
-        if (looked_up(c, &e))
-            not_standing(c, &e);
-        return;
-    }
-    if (c->dial) {
-        char where[PD_TCP_NAME];
-        pd_tcp_name(&c->dial->a[c->dial->at - 1], where);
-        if ((rc = pd_tcp_stands(c->fd, where, &e)) == PD_ENOWORKER && c->dial->at < c->dial->n && !(rc = dial_next(c, &e)))
-            return;
-        pd_free(c->dial);
-        c->dial = NULL;
-        if (!rc && sealed(c))
-            rc = begin_tls(c, true, &e);
-    }
-    if (!rc && c->tls && (rc = pd_tls_shake(c->tls)) >= 0) {
-        if (!rc)
-            return;
-        rc = 0;
-    } else if (rc == -1 && c->tls && !e.code)
-        e = *pd_tls_why(c->tls);
-    if (e.code) {
-        not_standing(c, &e);
-        return;
-    }
-    c->opening = false;
-    pd_timer_free(c->linger);
-    c->linger = NULL;
-    if (c->cb->stands)
-        c->cb->stands(c->ctx, c);
-    soon(c);
 }
 
 void pd_conn_free(struct pd_conn *c)
 {
     if (c)
-        release(c);
+        pd_conn_release(c);
 }
 
 void pd_conn_handle(struct pd_conn *c, const struct pd_conn_cb *cb, void *ctx)
@@ -429,7 +200,7 @@ static void interest(struct pd_conn *c)
         write = wants & POLLOUT;
     }
     if (pd_watch_set(c->w, (read ? PD_READ : 0) | (write ? PD_WRITE : 0), &e) < 0)
-        die(c, &e);
+        pd_conn_die(c, &e);
 }
 
 /* ---- writing ---- */
@@ -437,7 +208,7 @@ static void interest(struct pd_conn *c)
 static void peer_gone(struct pd_conn *c, const char *how, int sys)
 {
     struct pd_err e;
-    pd_fail(&e, PD_ECANCEL, "%s: the peer went away (%s)", name(c), sys ? strerror(sys) : how);
+    pd_fail(&e, PD_ECANCEL, "%s: the peer went away (%s)", pd_conn_name(c), sys ? strerror(sys) : how);
     e.sys = sys;
     if (!c->hup) {
         c->hup = true;
@@ -450,11 +221,11 @@ static void peer_gone(struct pd_conn *c, const char *how, int sys)
             if (!c->busy)
                 input(c);
             else
-                soon(c);
+                pd_conn_soon(c);
             return;
         }
     }
-    die(c, &c->why);
+    pd_conn_die(c, &c->why);
 }
 
 /* What was written goes; the queue keeps little memory when it is empty. */
@@ -486,13 +257,13 @@ static void write_failed(struct pd_conn *c, int sys)
     if (c->tls && sys == EPROTO)
         e = *pd_tls_why(c->tls);
     else
-        pd_fail_sys(&e, "%s: cannot write", name(c));
-    die(c, &e);
+        pd_fail_sys(&e, "%s: cannot write", pd_conn_name(c));
+    pd_conn_die(c, &e);
 }
 
-static ssize_t send_some(struct pd_conn *c, struct iovec *v, int n, const struct with_fds *f)
+static ssize_t send_some(struct pd_conn *c, struct iovec *v, int n, const struct pd_with_fds *f)
 {
-    union { struct cmsghdr h; char room[CMSG_SPACE(sizeof(int) * CMSG_FDS)]; } ctl;
+    union { struct cmsghdr h; char room[CMSG_SPACE(sizeof(int) * PD_CONN_CMSG_FDS)]; } ctl;
     struct msghdr m = { .msg_iov = v, .msg_iovlen = (size_t)n };
     if (c->tls) {
         ssize_t k = pd_fault("write") ? (errno = ENOSPC, -1) : pd_tls_writev(c->tls, v, n);
@@ -534,7 +305,7 @@ static void output(struct pd_conn *c)
     }
     while (left && waiting(c) && !c->blocked && !c->dying && !c->hup) {
         uint64_t here = c->base + c->at;
-        struct with_fds *f = c->send && c->send->at == here ? c->send : NULL, *next = f ? f->next : c->send;
+        struct pd_with_fds *f = c->send && c->send->at == here ? c->send : NULL, *next = f ? f->next : c->send;
         size_t n = waiting(c);
         if (next && next->at - here < n)        /* up to the next byte that has descriptors of its own */
             n = (size_t)(next->at - here);
@@ -558,7 +329,7 @@ static void output(struct pd_conn *c)
         struct pd_err e = { 0 };
         int n = c->cb->pull(c->ctx, c, v, PIECES, &e);
         if (n < 0)
-            die(c, &e);
+            pd_conn_die(c, &e);
         c->dry = n <= 0;
         if (c->dry || c->dying)
             break;
@@ -576,20 +347,20 @@ static void output(struct pd_conn *c)
         c->full = false;
         if (c->cb->room)
             c->cb->room(c->ctx, c);
-        soon(c);                /* records that were read before wait to be given out */
+        pd_conn_soon(c);                /* records that were read before wait to be given out */
     }
 }
 
 static int can_put(struct pd_conn *c, struct pd_err *e)
 {
     if (c->dying || c->hup || c->finishing)
-        return pd_fail(e, PD_ECANCEL, "%s: the peer is gone", name(c));
+        return pd_fail(e, PD_ECANCEL, "%s: the peer is gone", pd_conn_name(c));
     if (!c->o.asks && waiting(c) / 8 >= high(c)) {
         struct pd_err why;
-        pd_fail(&why, PD_ENOMEM, "%s: the peer reads too slowly: %zu bytes wait for it", name(c), waiting(c));
+        pd_fail(&why, PD_ENOMEM, "%s: the peer reads too slowly: %zu bytes wait for it", pd_conn_name(c), waiting(c));
         if (e)
             *e = why;
-        die(c, &why);
+        pd_conn_die(c, &why);
         return PD_ENOMEM;
     }
     return 0;
@@ -597,11 +368,11 @@ static int can_put(struct pd_conn *c, struct pd_err *e)
 
 int pd_conn_put_fds(struct pd_conn *c, const void *rec, size_t n, const int *fd, int n_fd, struct pd_err *e)
 {
-    struct with_fds *f = NULL;
+    struct pd_with_fds *f = NULL;
     size_t from = c->out.n;
     int rc = can_put(c, e);
-    if (!rc && n_fd > CMSG_FDS)
-        rc = pd_fail(e, PD_EFAIL, "%d descriptors are more than %d", n_fd, CMSG_FDS);
+    if (!rc && n_fd > PD_CONN_CMSG_FDS)
+        rc = pd_fail(e, PD_EFAIL, "%d descriptors are more than %d", n_fd, PD_CONN_CMSG_FDS);
     if (!rc && n_fd && !(f = pd_calloc(1, sizeof *f, "descriptors to send", e)))
         rc = PD_ENOMEM;
     if (!rc && !pd_rstream_is_json(c->in) && !c->garbage)
@@ -615,8 +386,8 @@ int pd_conn_put_fds(struct pd_conn *c, const void *rec, size_t n, const int *fd,
             c->out.n = from;
         if (rc == PD_ENOMEM) {          /* a record is missing: no more can follow it */
             struct pd_err why;
-            pd_fail(&why, PD_ENOMEM, "%s: out of memory for a record", name(c));
-            die(c, &why);
+            pd_fail(&why, PD_ENOMEM, "%s: out of memory for a record", pd_conn_name(c));
+            pd_conn_die(c, &why);
         }
         for (int i = 0; i < n_fd; i++)
             close(fd[i]);
@@ -635,7 +406,7 @@ int pd_conn_put_fds(struct pd_conn *c, const void *rec, size_t n, const int *fd,
         c->full = true;
         METER(c, full, 1);
     }
-    soon(c);
+    pd_conn_soon(c);
     return 0;
 }
 
@@ -656,7 +427,7 @@ int pd_conn_put_error(struct pd_conn *c, const char *run, const struct pd_err *w
 }
 
 bool pd_conn_full(const struct pd_conn *c) { return c->full; }
-void pd_conn_want(struct pd_conn *c) { soon(c); }
+void pd_conn_want(struct pd_conn *c) { pd_conn_soon(c); }
 
 /* ---- reading ---- */
 
@@ -675,26 +446,26 @@ static int take_fds(struct pd_conn *c, struct msghdr *m, struct pd_err *e)
                 c->got[c->n_got++] = fd;
             else {
                 close(fd);
-                rc = pd_fail(e, PD_EFAIL, "%s: the peer sent more descriptors than %d that nobody has taken", name(c), c->o.max_fds);
+                rc = pd_fail(e, PD_EFAIL, "%s: the peer sent more descriptors than %d that nobody has taken", pd_conn_name(c), c->o.max_fds);
             }
         }
     }
     if (!rc && m->msg_flags & MSG_CTRUNC)
-        rc = pd_fail(e, PD_ENOMEM, "%s: descriptors that the peer sent could not be taken (%d at once at the most; is the descriptor limit reached?)", name(c),
-                     CMSG_FDS);
+        rc = pd_fail(e, PD_ENOMEM, "%s: descriptors that the peer sent could not be taken (%d at once at the most; is the descriptor limit reached?)", pd_conn_name(c),
+                     PD_CONN_CMSG_FDS);
     return rc;
 }
 
 /* One read. 1 bytes or the end came, 0 nothing for now, < 0 the connection is over. */
 static int receive(struct pd_conn *c, size_t *budget)
 {
-    union { struct cmsghdr h; char room[CMSG_SPACE(sizeof(int) * CMSG_FDS)]; } ctl;
+    union { struct cmsghdr h; char room[CMSG_SPACE(sizeof(int) * PD_CONN_CMSG_FDS)]; } ctl;
     struct iovec v;
     struct pd_err e;
     uint8_t *p;
     int rc = pd_rstream_room(c->in, &p, &v.iov_len, &e);
     if (rc) {
-        die(c, &e);
+        pd_conn_die(c, &e);
         return rc;
     }
     v.iov_base = p;
@@ -709,17 +480,17 @@ static int receive(struct pd_conn *c, size_t *budget)
         if (!c->hup && c->tls)
             c->why = *pd_tls_why(c->tls);
         else if (!c->hup)
-            pd_fail(&c->why, PD_ECANCEL, "%s: the peer went away (%s)", name(c), strerror(errno));
+            pd_fail(&c->why, PD_ECANCEL, "%s: the peer went away (%s)", pd_conn_name(c), strerror(errno));
         c->hup = true;
-        die(c, &c->why);
+        pd_conn_die(c, &c->why);
         return PD_ECANCEL;
     }
     if (k < 0) {
         if (c->tls && errno == EPROTO)
             e = *pd_tls_why(c->tls);
         else
-            pd_fail_sys(&e, "%s: cannot read", name(c));
-        die(c, &e);
+            pd_fail_sys(&e, "%s: cannot read", pd_conn_name(c));
+        pd_conn_die(c, &e);
         return e.code;
     }
     *budget -= (size_t)k < *budget ? (size_t)k : *budget;
@@ -785,9 +556,9 @@ static void input(struct pd_conn *c)
     if (c->dying)
         return;
     if (c->hup && (!may_read(c) || !more))
-        die(c, &c->why);
+        pd_conn_die(c, &c->why);
     else if (more && may_read(c))
-        soon(c);
+        pd_conn_soon(c);
     else
         interest(c);
 }
@@ -802,7 +573,7 @@ void pd_conn_hold(struct pd_conn *c)
 void pd_conn_unhold(struct pd_conn *c)
 {
     if (c->holds && !--c->holds)
-        soon(c);
+        pd_conn_soon(c);
 }
 
 int pd_conn_take_fd(struct pd_conn *c)
@@ -817,9 +588,9 @@ int pd_conn_take_fd(struct pd_conn *c)
 int pd_conn_detach(struct pd_conn *c, struct pd_tls **tls, struct pd_err *e)
 {
     if (!c->first || c->dying || c->hup || waiting(c) || unsent(c) || pd_rstream_is_json(c->in) || !pd_rstream_empty(c->in))
-        return pd_fail(e, PD_EFAIL, "%s: the socket cannot be handed on any more", name(c));
+        return pd_fail(e, PD_EFAIL, "%s: the socket cannot be handed on any more", pd_conn_name(c));
     int fd = c->fd;
-    die(c, NULL);
+    pd_conn_die(c, NULL);
     c->no_gone = true;
     c->fd = -1;
     *tls = c->tls;
@@ -829,7 +600,7 @@ int pd_conn_detach(struct pd_conn *c, struct pd_tls **tls, struct pd_err *e)
 
 /* ---- ends ---- */
 
-static void on_linger(void *ctx) { die(ctx, NULL); }
+static void on_linger(void *ctx) { pd_conn_die(ctx, NULL); }
 
 /* All is written: close, or wait a moment for a peer that still writes. */
 static void close_when_done(struct pd_conn *c)
@@ -838,7 +609,7 @@ static void close_when_done(struct pd_conn *c)
     if (!c->finishing || c->lingering || c->dying || c->hup || waiting(c) || !dry(c))
         return;
     if (c->opening) {           /* nothing came from there, and nothing waits to go there */
-        die(c, NULL);
+        pd_conn_die(c, NULL);
         return;
     }
     if (c->tls && pd_tls_end(c->tls) == 1) {
@@ -849,7 +620,7 @@ static void close_when_done(struct pd_conn *c)
         c->lingering = true;
         interest(c);
     } else
-        die(c, NULL);
+        pd_conn_die(c, NULL);
 }
 
 static void discard(struct pd_conn *c)
@@ -860,7 +631,7 @@ static void discard(struct pd_conn *c)
         if (k < 0 && errno == EINTR)
             continue;
         if (k == 0 || (k < 0 && errno != EAGAIN && errno != EWOULDBLOCK))
-            die(c, NULL);
+            pd_conn_die(c, NULL);
         if (k <= 0)
             return;
         left -= (size_t)k < left ? (size_t)k : left;
@@ -871,7 +642,7 @@ static void on_ready(void *ctx, unsigned ready)
 {
     struct pd_conn *c = ctx;
     if (c->opening) {
-        open_on(c);
+        pd_conn_open_on(c);
         if (c->opening)
             interest(c);
         return;
@@ -887,7 +658,7 @@ static void on_ready(void *ctx, unsigned ready)
     if (ready & PD_HUP && !c->dying) {
         if (c->finishing && !waiting(c) && dry(c)) {
             discard(c);         /* what is left unread would reset him */
-            die(c, NULL);
+            pd_conn_die(c, NULL);
         } else
             peer_gone(c, "hung up", 0);
     }
@@ -912,7 +683,7 @@ static void on_turn(void *ctx)
     c->buried = true;
     if (c->cb->gone && !c->no_gone)
         c->cb->gone(c->ctx, c, c->why.code ? &c->why : NULL);
-    release(c);
+    pd_conn_release(c);
 }
 
 void pd_conn_owe(struct pd_conn *c, int n)
@@ -931,7 +702,7 @@ void pd_conn_finish(struct pd_conn *c)
 {
     c->finishing = true;
     if (!c->dying)
-        soon(c);
+        pd_conn_soon(c);
 }
 
 void pd_conn_refuse(struct pd_conn *c, const struct pd_err *why)
@@ -944,7 +715,7 @@ void pd_conn_refuse(struct pd_conn *c, const struct pd_err *why)
     pd_conn_finish(c);
 }
 
-void pd_conn_close(struct pd_conn *c, const struct pd_err *why) { die(c, why); }
+void pd_conn_close(struct pd_conn *c, const struct pd_err *why) { pd_conn_die(c, why); }
 
 void pd_conn_drain(struct pd_conn *c)
 {
