@@ -69,7 +69,7 @@ static int dial_next(struct pd_conn *c, struct pd_err *e)
 /* Its addresses are known. */
 static int dial_found(struct pd_conn *c, const char *where, struct pd_err *e)
 {
-    int rc = pd_tcp_may(c->dial->a, c->dial->n, c->o.net, where, e);
+    int rc = pd_tcp_may(c->dial->a, c->dial->n, c->o.net, where, false, e);
     return rc ? rc : dial_next(c, e);
 }
 

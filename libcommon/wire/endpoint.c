@@ -187,7 +187,7 @@ static int connect_tcp(const char *where, const struct pd_net *net, struct pd_en
     for (;;) {
         struct pd_tcp_addr a[PD_TCP_ADDRS];
         int n = 0, rc = pd_tcp_resolve(where, false, a, &n, &why);
-        if (!rc && (rc = pd_tcp_may(a, n, net, where, e)))
+        if (!rc && (rc = pd_tcp_may(a, n, net, where, false, e)))
             return rc;
         for (int i = 0; i < n && (!i || rc == PD_ENOWORKER); i++) {
             int fd = -1;

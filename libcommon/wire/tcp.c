@@ -15,23 +15,25 @@
 /* A host that says nothing for so long is gone. */
 enum { IDLE_S = 10, EVERY_S = 5, TIMES = 4, UNACKED_MS = 30000 };
 
+static const char *scheme(bool listening) { return listening ? "tcp-listen" : "tcp"; }
+
 static int split(const char *where, bool listening, char host[256], char port[8], struct pd_err *e)
 {
     const char *example = listening ? "127.0.0.1:7000, [::1]:7000, :7000" : "hostB:7000, 10.0.0.2:7000, [::1]:7000";
     const char *colon = strrchr(where, ':'), *from = where, *to = colon;
     int64_t v;
     if (!colon)
-        return pd_fail(e, PD_EUSAGE, "tcp:%s: the port is missing (examples: %s)", where, example);
+        return pd_fail(e, PD_EUSAGE, "%s:%s: the port is missing (examples: %s)", scheme(listening), where, example);
     if (*where == '[') {
         from = where + 1;
         if (!(to = memchr(from, ']', (size_t)(colon - from))) || to + 1 != colon)
-            return pd_fail(e, PD_EUSAGE, "tcp:%s: an IPv6 address stands in brackets before the port (examples: %s)", where, example);
+            return pd_fail(e, PD_EUSAGE, "%s:%s: an IPv6 address stands in brackets before the port (examples: %s)", scheme(listening), where, example);
     } else if (memchr(where, ':', (size_t)(colon - where)))
-        return pd_fail(e, PD_EUSAGE, "tcp:%s: an IPv6 address stands in brackets before the port (examples: %s)", where, example);
+        return pd_fail(e, PD_EUSAGE, "%s:%s: an IPv6 address stands in brackets before the port (examples: %s)", scheme(listening), where, example);
     if ((from == to && (!listening || *where == '[')) || to - from > 255)
-        return pd_fail(e, PD_EUSAGE, "tcp:%s: %s (examples: %s)", where, from == to ? "the host is missing" : "the host's name is too long", example);
+        return pd_fail(e, PD_EUSAGE, "%s:%s: %s (examples: %s)", scheme(listening), where, from == to ? "the host is missing" : "the host's name is too long", example);
     if (pd_parse_int(colon + 1, !listening, 65535, &v, NULL) < 0)
-        return pd_fail(e, PD_EUSAGE, "tcp:%s: '%s' is no port (%d to 65535; examples: %s)", where, colon + 1, !listening, example);
+        return pd_fail(e, PD_EUSAGE, "%s:%s: '%s' is no port (%d to 65535; examples: %s)", scheme(listening), where, colon + 1, !listening, example);
     memcpy(host, from, (size_t)(to - from));
     host[to - from] = 0;
     snprintf(port, 8, "%d", (int)v);
@@ -56,7 +58,7 @@ static int resolve(const char *where, bool listening, int flags, struct pd_tcp_a
     if (rc == EAI_NONAME && flags & AI_NUMERICHOST)
         return 1;
     if (rc)
-        return pd_fail(e, rc == EAI_MEMORY ? PD_ENOMEM : rc == EAI_SYSTEM ? PD_EFAIL : PD_ENOWORKER, "tcp:%s: the host '%s' is not found: %s", where, host,
+        return pd_fail(e, rc == EAI_MEMORY ? PD_ENOMEM : rc == EAI_SYSTEM ? PD_EFAIL : PD_ENOWORKER, "%s:%s: the host '%s' is not found: %s", scheme(listening), where, host,
                        rc == EAI_SYSTEM ? strerror(errno) : gai_strerror(rc));
     for (const struct addrinfo *a = all; a && *n < PD_TCP_ADDRS; a = a->ai_next)
         if ((a->ai_family == AF_INET || a->ai_family == AF_INET6) && a->ai_addrlen <= sizeof out->a) {
@@ -64,7 +66,7 @@ static int resolve(const char *where, bool listening, int flags, struct pd_tcp_a
             out[(*n)++].n = a->ai_addrlen;
         }
     freeaddrinfo(all);
-    return *n ? 0 : pd_fail(e, PD_ENOWORKER, "tcp:%s: the host '%s' has no address", where, host);
+    return *n ? 0 : pd_fail(e, PD_ENOWORKER, "%s:%s: the host '%s' has no address", scheme(listening), where, host);
 }
 
 int pd_tcp_resolve(const char *where, bool listening, struct pd_tcp_addr out[PD_TCP_ADDRS], int *n, struct pd_err *e)
@@ -85,11 +87,11 @@ bool pd_tcp_is_loopback(const struct pd_tcp_addr *a)
     return IN6_IS_ADDR_LOOPBACK(six) || (IN6_IS_ADDR_V4MAPPED(six) && six->s6_addr[12] == 127);
 }
 
-int pd_tcp_may(const struct pd_tcp_addr *a, int n, const struct pd_net *net, const char *where, struct pd_err *e)
+int pd_tcp_may(const struct pd_tcp_addr *a, int n, const struct pd_net *net, const char *where, bool listening, struct pd_err *e)
 {
     for (int i = 0; i < n && !(net && (net->keys || net->insecure)); i++)
         if (!pd_tcp_is_loopback(&a[i]))
-            return pd_fail(e, PD_EUSAGE, "tcp:%s is not loopback: whoever reaches it could read and write KV (give --key-file FILE for TLS, or --insecure)", where);
+            return pd_fail(e, PD_EUSAGE, "%s:%s is not loopback: whoever reaches it could read and write KV (give --key-file FILE for TLS, or --insecure)", scheme(listening), where);
     return 0;
 }
 
@@ -131,7 +133,7 @@ int pd_tcp_listen(const char *where, int backlog, const struct pd_net *net, int 
 {
     struct pd_tcp_addr a[PD_TCP_ADDRS];
     int n, rc = pd_tcp_resolve(where, true, a, &n, e), why = 0;
-    rc = rc ? rc : pd_tcp_may(a, n, net, where, e);
+    rc = rc ? rc : pd_tcp_may(a, n, net, where, true, e);
     if (rc)
         return rc == PD_ENOWORKER ? (e ? e->code = PD_EUSAGE : 0, PD_EUSAGE) : rc;
     /* All addresses: one socket for both families where the kernel has IPv6. */
@@ -157,10 +159,10 @@ int pd_tcp_listen(const char *where, int backlog, const struct pd_net *net, int 
         }
     errno = why;
     if (why == EADDRINUSE)
-        return pd_fail(e, PD_EUSAGE, "tcp:%s: another process listens there; choose another port", where);
+        return pd_fail(e, PD_EUSAGE, "tcp-listen:%s: another process listens there; choose another port", where);
     if (why == EADDRNOTAVAIL || why == EACCES)
-        return pd_fail(e, PD_EUSAGE, "tcp:%s: cannot listen there: %s", where, strerror(why));
-    return pd_fail_sys(e, "tcp:%s: cannot listen", where);
+        return pd_fail(e, PD_EUSAGE, "tcp-listen:%s: cannot listen there: %s", where, strerror(why));
+    return pd_fail_sys(e, "tcp-listen:%s: cannot listen", where);
 }
 
 int pd_tcp_dial(const struct pd_tcp_addr *a, int *fd, struct pd_err *e)

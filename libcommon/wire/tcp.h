@@ -21,7 +21,7 @@ int pd_tcp_numeric(const char *where, struct pd_tcp_addr out[PD_TCP_ADDRS], int 
 int pd_tcp_check(const char *where, bool listening, struct pd_err *e);  /* PD_EUSAGE: it is no HOST:PORT. Nobody is asked */
 bool pd_tcp_is_loopback(const struct pd_tcp_addr *a);
 /* PD_EUSAGE, naming --key-file and --insecure, when records would leave this host in the clear. */
-int pd_tcp_may(const struct pd_tcp_addr *a, int n, const struct pd_net *net, const char *where, struct pd_err *e);
+int pd_tcp_may(const struct pd_tcp_addr *a, int n, const struct pd_net *net, const char *where, bool listening, struct pd_err *e);
 void pd_tcp_name(const struct pd_tcp_addr *a, char out[PD_TCP_NAME]);   /* "127.0.0.1:7000", "[::1]:7000" */
 void pd_tcp_local(int fd, char out[PD_TCP_NAME]);
 void pd_tcp_tune(int fd);

@@ -372,11 +372,11 @@ static void who_may_be_talked_to(void **state)
         struct pd_err e;
         int n;
         assert_int_equal(pd_tcp_resolve(t[i].where, true, a, &n, &e), 0);
-        assert_int_equal(pd_tcp_may(a, n, NULL, t[i].where, &e), t[i].ours ? 0 : PD_EUSAGE);
+        assert_int_equal(pd_tcp_may(a, n, NULL, t[i].where, true, &e), t[i].ours ? 0 : PD_EUSAGE);
         if (!t[i].ours)
             assert_true(strstr(e.msg, "--key-file") && strstr(e.msg, "--insecure"));
-        assert_int_equal(pd_tcp_may(a, n, &(struct pd_net){ .insecure = true }, t[i].where, &e), 0);
-        assert_int_equal(pd_tcp_may(a, n, &(struct pd_net){ .keys = k }, t[i].where, &e), 0);
+        assert_int_equal(pd_tcp_may(a, n, &(struct pd_net){ .insecure = true }, t[i].where, true, &e), 0);
+        assert_int_equal(pd_tcp_may(a, n, &(struct pd_net){ .keys = k }, t[i].where, true, &e), 0);
     }
     pd_keys_free(k);
 }
