@@ -45,9 +45,10 @@ void pd_x_give_drained(struct pd_move *m)
 
 static int choose(struct pd_xfer *x, const char *via, struct pd_move *m, struct pd_err *e)
 {
+    const char *why;
     for (int wait = 0; wait < 2; wait++)        /* what can carry something now, before what cannot yet */
         for (uint32_t i = 0; i < x->n_via; i++)
-            if (!x->dead[i].code && (!via || !strcmp(via, x->via[i]->scheme)) && (wait || !x->via[i]->up || x->via[i]->up(x->path[i]))) {
+            if (!x->dead[i].code && (!via || !strcmp(via, x->via[i]->scheme)) && (wait || !x->via[i]->up || x->via[i]->up(x->path[i], &why) > 0)) {
                 m->tr = x->via[i];
                 m->path = x->path[i];
                 return 0;

@@ -510,6 +510,7 @@ static int hello(struct pd_xfer *x, const void *rec, size_t n)
     if ((rc = choose_via(x)) || (rc = gather_fds(x)))
         return rc;
     x->state = X_OPEN;
+    x->ready_by = x->now + x->o.hello_us;
     while (x->n_early) {
         x->n_early--;
         pd_xfer_stream(x, x->early[x->n_early].fd, x->early[x->n_early].tls, x->now, NULL);
@@ -715,7 +716,7 @@ void pd_xfer_tick(struct pd_xfer *x, int64_t now)
 
 int64_t pd_xfer_next(const struct pd_xfer *x)
 {
-    int64_t next = x->state == X_GREETING ? x->opened + x->o.hello_us : INT64_MAX;
+    int64_t next = x->state == X_GREETING ? x->opened + x->o.hello_us : x->state == X_OPEN && x->o.giving && !x->ready_told ? x->ready_by : INT64_MAX;
     for (const struct pd_move *m = x->moves; m && x->state == X_OPEN; m = m->next) {
         int64_t t = INT64_MAX;
         if (m->state == M_CANCELLING)
@@ -763,11 +764,28 @@ void pd_xfer_wrote(struct pd_xfer *x, size_t n, int64_t now)
     }
 }
 
+/* An offer goes by what stands when it is made: the giver is not ready while the streams of its best way are still on theirs. */
+static bool settled(struct pd_xfer *x)
+{
+    const char *why = NULL;
+    char text[200];
+    int up = x->o.giving && x->via[0]->up ? x->via[0]->up(x->path[0], &why) : 1;
+    if (up == 0 && x->now < x->ready_by)
+        return false;
+    if (up == 0)
+        snprintf(text, sizeof text, "%s: no stream of data stood within %lld ms", x->via[0]->scheme, (long long)(x->o.hello_us / 1000));
+    else if (up < 0)
+        snprintf(text, sizeof text, "%s: no stream of data stands: %s", x->via[0]->scheme, why);
+    if (up <= 0)
+        tell_via(x, '(', text);
+    return true;
+}
+
 bool pd_xfer_event(struct pd_xfer *x, struct pd_xfer_event *ev)
 {
     move_free(x->dying);
     x->dying = NULL;
-    if (x->state == X_OPEN && !x->ready_told) {
+    if (x->state == X_OPEN && !x->ready_told && settled(x)) {
         x->ready_told = true;
         *ev = (struct pd_xfer_event){ .kind = PD_XE_READY, .err = x->advisory };
         return true;

@@ -43,13 +43,13 @@ struct pd_xfer_opts {
     struct pd_pool *pool;               /* giving: payload is read from it; taking: written to it */
     struct pd_leases *leases;           /* giving: the ledger */
     int32_t peer_pid; uint64_t peer_start;      /* of a peer on this host (SO_PEERCRED, pd_proc_start), for the reconciler; or 0 */
-    /* Limits, us; 0: the default. hello 2 s: until the peer's hello; accept 5 s: until an offer is answered, or its slabs are mapped; stall 10 s: without
+    /* Limits, us; 0: the default. hello 2 s: until the peer's hello, and then, giving by tcp, until a stream of data stands; accept 5 s: until an offer is answered, or its slabs are mapped; stall 10 s: without
      * progress; cancel 1 s: until a cancel is acknowledged. */
     int64_t hello_us, accept_us, stall_us, cancel_us;
 };
 
 enum pd_xfer_event_kind {
-    PD_XE_READY,        /* hellos agree; err holds advisory differences, or nothing (code 0) */
+    PD_XE_READY,        /* hellos agree, and what is given next goes by the best way that there is (pd_xfer_via); err holds advisory differences, or nothing (code 0) */
     PD_XE_CLOSED,       /* the connection is over; err says why. Every move has had its last event */
     PD_XE_OFFERED,      /* taking: answer with pd_take or pd_take_refuse */
     PD_XE_ACCEPTED,     /* giving: the peer wants it; bytes: what will be sent */

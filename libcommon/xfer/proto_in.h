@@ -64,7 +64,7 @@ struct pd_xfer {
     struct pd_err why;                  /* closed */
     bool closed_told, ready_told;
     struct pd_err advisory;
-    int64_t opened, now;
+    int64_t opened, now, ready_by;      /* ready_by: streams that are on their way are waited for until then */
     struct pd_hello mine, theirs;
     struct pd_arena my_arena, their_arena;
     const struct pd_transport *via[4];

@@ -41,7 +41,9 @@ struct run { struct run *next; const void *owner; uint32_t tag; struct pd_import
 struct path {
     bool giving;
     struct pd_err dead;
+    char over[160];                     /* why the last stream that ended did */
     int ep;
+    char at[PD_TCP_NAME];               /* where they are dialled */
     const struct pd_net *net;
     uint32_t n, n_up, n_over, next, tag;        /* streams; those that stand; that did; where to look for a free one; taking: the last tag given */
     struct stream s[PD_XFER_STREAMS_MAX];
@@ -90,10 +92,12 @@ static int add(struct path *p, int fd, struct pd_tls *tls, int state)
     return want(p, s, state == S_CONNECTING ? EPOLLOUT : EPOLLIN);
 }
 
-/* One less. What went or came on it went or came whole. */
+/* One less. What went or came on it went or came whole; that one ends which nothing needs is no news. */
 static void end_stream(struct path *p, struct stream *s, const char *why)
 {
-    pd_info("a stream of data: %s", why);
+    if (p->runs || s->state != S_UP)
+        pd_info("a stream of data: %s", why);
+    snprintf(p->over, sizeof p->over, "%s", why);
     epoll_ctl(p->ep, EPOLL_CTL_DEL, s->fd, NULL);
     p->n_up -= s->state == S_UP;
     p->n_over++;
@@ -136,6 +140,7 @@ static int dial(struct path *p, const struct pd_xfer_opts *o, const struct pd_he
 {
     struct pd_hello h = { .has_attach = true };
     memcpy(h.attach, theirs->conn, sizeof h.attach);
+    pd_tcp_name(&o->peer, p->at);
     for (uint32_t i = 0; i < (o->streams ? o->streams : PD_XFER_STREAMS); i++) {
         int fd, rc = pd_tcp_dial(&o->peer, &fd, e);
         rc = rc ? rc : add(p, fd, NULL, S_CONNECTING);
@@ -168,7 +173,13 @@ static int open_path(const struct pd_xfer_opts *o, const struct pd_hello *theirs
 }
 
 static int path_fd(void *path) { return ((struct path *)path)->ep; }
-static bool up(void *path) { return ((struct path *)path)->n_up > 0; }
+
+static int up(void *path, const char **why)
+{
+    struct path *p = path;
+    *why = p->over;
+    return p->n_up ? 1 : p->n && p->n == p->n_over ? -1 : 0;
+}
 
 static int take_stream(void *path, int fd, struct pd_tls *tls, struct pd_err *e)
 {
@@ -501,7 +512,7 @@ static void come_up(struct path *p, struct stream *s)
 {
     struct pd_err e = { 0 };
     if (s->state == S_CONNECTING) {
-        if (pd_tcp_stands(s->fd, "the peer", &e) < 0) {
+        if (pd_tcp_stands(s->fd, p->at, &e) < 0) {
             end_stream(p, s, e.msg);
             return;
         }

@@ -40,7 +40,7 @@ struct pd_transport {
     int (*usable)(const struct pd_hello *mine, const struct pd_hello *theirs, const struct pd_xfer_opts *o, struct pd_err *e);
     int (*open)(const struct pd_xfer_opts *o, const struct pd_hello *theirs, void **path, struct pd_err *e);
     int (*stream)(void *path, int fd, struct pd_tls *tls, struct pd_err *e);   /* one that the peer has dialled, which is the path's from here on */
-    bool (*up)(void *path);             /* it can carry something now; NULL: always */
+    int (*up)(void *path, const char **why);   /* it can carry something: 1 now, 0 soon perhaps, < 0 no more: why. NULL: always */
     int (*fd)(void *path);              /* readable when progress has something to do, after it was called */
     /* Look what has come to its end. 1: something; 0: nothing. < 0: the path is broken, and with it the connection. */
     int (*progress)(void *path, struct pd_err *e);

@@ -47,7 +47,70 @@ static void handed_over(void **state)
     pd_keys_free(k);
 }
 
-/* Before a stream stands, and where there is none, KV goes in the records. */
+static void records_alone(struct xf *w, int rounds)
+{
+    for (int i = 0; i < rounds; i++) {
+        xf_flush(w, false);
+        xf_flush(w, true);
+        xf_feed_one(w, true);
+        xf_feed_one(w, false);
+        xf_events(w);
+    }
+}
+
+/* Hellos are quicker than a handshake: the first offer waits for the first stream. */
+static void the_first_goes_by_tcp(void **state)
+{
+    struct pd_err e;
+    struct pd_keys *k = NULL;
+    assert_int_equal(pd_keys_parse(K1, strlen(K1), "keys", &k, &e), 0);
+    for (int sealed = 0; sealed < 2; sealed++)
+        for (int t_dials = 0; t_dials < 2; t_dials++) {
+            struct xf w;
+            xf_keys = sealed ? k : NULL;
+            xf_open(&w, &(struct pd_xfer_opts){ .epoch = 3, .tcp = true }, &(struct pd_xfer_opts){ .epoch = 3, .dialled = t_dials });
+            records_alone(&w, 6);
+            assert_true(pd_xfer_open(w.g));
+            assert_int_equal(w.got[1][PD_XE_READY], 1);         /* the taker has nothing to wait for */
+            assert_int_equal(w.got[0][PD_XE_READY], 0);
+            assert_int_equal(pd_xfer_next(w.g), w.now + 2000000);
+            xf_pump(&w);
+            assert_int_equal(w.got[0][PD_XE_READY], 1);
+            assert_int_equal(pd_xfer_next(w.g), INT64_MAX);
+            assert_int_equal(xf_give(&w, NULL, &e), 0);
+            assert_string_equal(pd_move_scheme(w.gm), "tcp");
+            assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+            xf_pump(&w);
+            assert_true(xf_same(&w));
+            xf_close(&w);
+        }
+    xf_keys = NULL;
+    pd_keys_free(k);
+}
+
+/* Those that the taker dials may never come: it is not waited for ever. */
+static void streams_that_do_not_come(void **state)
+{
+    struct xf w;
+    struct pd_err e;
+    xf_open(&w, &(struct pd_xfer_opts){ .epoch = 3, .tcp = true }, &(struct pd_xfer_opts){ .epoch = 3, .dialled = true });
+    records_alone(&w, 6);
+    pd_xfer_tick(w.g, w.now += 1999999);
+    xf_events(&w);
+    assert_int_equal(w.got[0][PD_XE_READY], 0);
+    pd_xfer_tick(w.g, w.now += 1);
+    xf_events(&w);
+    assert_int_equal(w.got[0][PD_XE_READY], 1);
+    assert_string_equal(pd_xfer_via(w.g), "tcp, inline (tcp: no stream of data stood within 2000 ms)");
+    assert_int_equal(xf_give(&w, NULL, &e), 0);
+    assert_string_equal(pd_move_scheme(w.gm), "inline");
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    records_alone(&w, 200);
+    assert_true(xf_same(&w));
+    xf_close(&w);
+}
+
+/* Where none stands, KV goes in the records. */
 static void without_streams(void **state)
 {
     struct xf w;
@@ -55,36 +118,25 @@ static void without_streams(void **state)
     xf_open(&w, &(struct pd_xfer_opts){ .epoch = 3, .tcp = true }, NULL);
     close(w.listener);
     w.listener = -1;
-    for (int i = 0; i < 6; i++) {       /* records alone */
-        xf_flush(&w, false);
-        xf_flush(&w, true);
-        xf_feed_one(&w, true);
-        xf_feed_one(&w, false);
+    records_alone(&w, 6);
+    assert_true(pd_xfer_open(w.g));
+    assert_int_equal(w.got[0][PD_XE_READY], 0);
+    for (int i = 0; i < 1000 && !w.got[0][PD_XE_READY]; i++) {  /* all are refused */
+        xf_news(&w);
+        pd_xfer_poll(w.g, w.now);
         xf_events(&w);
     }
-    assert_true(pd_xfer_open(w.g));
+    if (!strstr(pd_xfer_via(w.g), "tcp, inline (tcp: no stream of data stands: tcp:127.0.0.1:") || !strstr(pd_xfer_via(w.g), ": cannot connect: Connection refused)"))
+        fail_msg("%s", pd_xfer_via(w.g));
     assert_int_equal(xf_give(&w, NULL, &e), 0);
     assert_string_equal(pd_move_scheme(w.gm), "inline");
     assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
-    for (int i = 0; i < 200; i++) {     /* all are refused, meanwhile */
-        pd_xfer_poll(w.g, w.now);
-        xf_flush(&w, false);
-        xf_flush(&w, true);
-        xf_feed_one(&w, true);
-        xf_feed_one(&w, false);
-        xf_events(&w);
-    }
+    records_alone(&w, 200);
     assert_true(xf_same(&w));
     xf_regen(&w);
     assert_int_equal(xf_give(&w, "tcp", &e), 0);        /* who insists loses the connection */
     assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
-    for (int i = 0; i < 20; i++) {
-        xf_flush(&w, false);
-        xf_flush(&w, true);
-        xf_feed_one(&w, true);
-        xf_feed_one(&w, false);
-        xf_events(&w);
-    }
+    records_alone(&w, 20);
     assert_int_equal(w.got[0][PD_XE_CLOSED], 1);
     assert_non_null(strstr(w.last[0].err.msg, "no stream of data stands any more"));
     xf_close(&w);
@@ -343,7 +395,7 @@ int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(handed_over), cmocka_unit_test(without_streams), cmocka_unit_test(what_a_stream_may_not_say), cmocka_unit_test(a_chunk_that_comes_twice),
+        cmocka_unit_test(handed_over), cmocka_unit_test(the_first_goes_by_tcp), cmocka_unit_test(streams_that_do_not_come), cmocka_unit_test(without_streams), cmocka_unit_test(what_a_stream_may_not_say), cmocka_unit_test(a_chunk_that_comes_twice),
         cmocka_unit_test(a_stream_that_is_cut), cmocka_unit_test(dropped_in_the_middle), cmocka_unit_test(revoked_while_sockets_are_full) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
