@@ -142,6 +142,29 @@ static bool attach(struct send *s, struct send_guest *g, const struct pd_hello *
     return true;
 }
 
+/* "How are you?" is for daemons, and who asks that is nobody's peer. */
+static bool is_query(const struct pd_rec *rec)
+{
+    struct pd_arena mem = { 0 };
+    struct pd_status q;
+    bool is = rec->kind == PD_K_STATUS && pd_status_decode(rec->p, rec->n, &mem, &q, NULL) == 0 && !q.state[0] && !q.run[0];
+    pd_arena_free(&mem);
+    return is;
+}
+
+static void answer_query(struct send_guest *g)
+{
+    static const char text[] = "a pd-kvsend listens there, which has no ledger; --status is for pd-prefill, pd-decode and pd-route (--probe measures the way to this one)";
+    struct pd_error_rec r = { .code = pd_exit_status(PD_EFAIL), .message = { text, sizeof text - 1 } };
+    struct pd_buf b = { 0 };
+    size_t wrote;
+    snprintf(r.class_, sizeof r.class_, "%s", pd_code_name(PD_EFAIL));
+    snprintf(r.action, sizeof r.action, "closed");
+    if (pd_error_encode(&r, &b, NULL) == 0)
+        pd_chan_writev(&g->c, &(struct iovec){ b.p, b.n }, 1, &wrote, &(struct pd_err){ 0 });    /* into an empty buffer: whole */
+    pd_buf_free(&b);
+}
+
 /* What a guest is for is told by its first record, which is read without a byte after it (descriptors may follow); at an output it is told by there being a
  * place, too: a receiver of a plain stream says nothing. */
 static bool guest_work(struct send *s, struct send_guest *g)
@@ -170,6 +193,8 @@ static bool guest_work(struct send *s, struct send_guest *g)
     if (!g->c.readable)
         return s->now - g->since > GUEST_US;
     g->c.readable = false;
+    if (g->answered)            /* it has gone, by itself: what it had not read of ours is not lost to a reset */
+        return true;
     if (!g->c.rs) {
         if (pd_chan_reader(&g->c, g->l->spec, s->o.max_record + 64, &e)) {
             send_fatal(s, &e);
@@ -180,6 +205,11 @@ static bool guest_work(struct send *s, struct send_guest *g)
     int rc = pd_chan_next(&g->c, &rec, &bad, s->now, &e);
     if (rc == 2)
         return false;
+    if (rc == 1 && g->l->in && is_query(&rec)) {
+        answer_query(g);
+        g->answered = true;
+        return false;
+    }
     struct pd_arena mem = { 0 };
     struct pd_hello h = { .version = 0 };
     bool hello = rc == 1 && rec.kind == PD_K_HELLO && pd_hello_decode(rec.p, rec.n, &mem, &h, &e) == 0;

@@ -120,7 +120,7 @@ struct send_dst {
 };
 
 /* Somebody who came, and has not said yet what for. */
-struct send_guest { struct send_guest *next; struct pd_chan c; struct send_listener *l; int64_t since; bool shaken; };
+struct send_guest { struct send_guest *next; struct pd_chan c; struct send_listener *l; int64_t since; bool shaken, answered; };
 struct send_listener {
     struct send_listener *next;
     const char *spec, *path;            /* path: of a Unix socket; NULL: TCP */

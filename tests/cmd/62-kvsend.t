@@ -169,9 +169,12 @@ for keys in ([], ["--key-file", f"{tmp}/keys"]):
         x = start(kvsend("-v", *keys, "-i", f"{other}:{at}"))
         p = start(kvsend("-v", *keys, "-i", f"{tmp}/a.kv", "-o", f"{way}:{at}"))
         y = run(decode("--format", "json"), x.stdout.read())
-        err = x.stderr.read() + p.stderr.read()
+        told = p.stderr.read()
+        err = x.stderr.read() + told
         same(y.stdout, f"two of them over TCP {what}, the sender's end {way}: the same", err + y.stderr)
         ok(p.wait() == 0 and x.wait() == 0 and b"KV comes by" in err, "by the transfer protocol", err)
+        ok(told.count(b" bytes by tcp in ") >= 11 and told.count(b" bytes by ") == told.count(b" bytes by tcp in "), "all of it by tcp, the first as well", told)
+        ok(b"a stream of data" not in err and b"reset by peer" not in err, "a good end says nothing of its streams", err)
     at = f"127.0.0.1:{port()}"
     d = start(decode("--format", "json", *keys, "-i", f"tcp-listen:{at}"))
     x = run(kvsend(*keys, "-i", f"{tmp}/a.kv", "-o", f"tcp:{at}"))
@@ -232,6 +235,16 @@ ok(x.returncode == 1 and b"shm should have been used and was not: the other end 
 rx = start(kvsend("-i", f"unix-listen:{tmp}/s", "-o", "/dev/null"))
 x = run(kvsend("--via", "inline", "--probe", f"unix:{tmp}/s", "--probe-max", "16KiB"))
 ok(x.returncode == 0 and rx.wait() == 0, "unless it was not wanted", x.stderr)
+for spec, keys in (("unix", []), ("tcp", []), ("tcp", ["--key-file", f"{tmp}/keys"])):
+    at = f"{tmp}/s" if spec == "unix" else f"127.0.0.1:{port()}"
+    rx = start(kvsend(*keys, "-i", f"{spec}-listen:{at}", "-o", "/dev/null"))
+    for _ in range(2):
+        x = run(kvsend("--status", f"{spec}:{at}", *keys))
+        ok(x.returncode == 1 and len(x.stderr.splitlines()) == 1 and b"which has no ledger" in x.stderr and rx.poll() is None, f"--status of it over {spec} {keys[:1]}: told so", x.stderr)
+    x = run(kvsend("--probe", f"{spec}:{at}", "--probe-max", "16KiB", *keys))
+    ok(x.returncode == 0 and rx.wait() == 0, "which did not take the place of its peer", x.stderr + rx.stderr.read())
+x = run(kvsend("-i", "tcp-listen::7012", "-o", "/dev/null"))
+ok(x.returncode == 2 and b"tcp-listen::7012 is not loopback" in x.stderr, "an endpoint is told as it was typed", x.stderr)
 rx = start(kvsend("-i", f"unix-listen:{tmp}/s", "--kv-mem", "1MiB", "-o", "/dev/null"))
 x = run(kvsend("--probe", f"unix:{tmp}/s", "--probe-max", "4MiB"))
 ok(b"larger ones were left out" in x.stdout, "what has no room there is left out, and it says so", (x.stdout, x.stderr))
