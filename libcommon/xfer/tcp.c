@@ -191,7 +191,8 @@ static int take_stream(void *path, int fd, struct pd_tls *tls, struct pd_err *e)
         return rc;
     }
     pd_tcp_tune(fd);
-    return add(p, fd, tls, S_UP);
+    rc = add(p, fd, tls, S_UP);
+    return rc ? rc : want(p, &p->s[p->n - 1], tls && pd_tls_pending(tls) ? EPOLLIN | EPOLLOUT : EPOLLIN);      /* what came behind its first record */
 }
 
 /* ---- bytes ---- */

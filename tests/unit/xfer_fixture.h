@@ -33,9 +33,9 @@ struct xf {
     struct pd_buf log[2];               /* all that each end wrote, when logging */
     bool logging;
     bool no_fds;
-    bool tcp, t_dials;
+    bool tcp, t_dials, hold;            /* hold: of streams the first flight is answered, and nothing more is read yet */
     int listener;
-    struct xf_coming { int fd; struct pd_tls *tls; uint8_t buf[200]; size_t n; } coming[PD_XFER_STREAMS_MAX];       /* streams whose first record is not whole */
+    struct xf_coming { int fd; struct pd_tls *tls; bool answered; uint8_t buf[200]; size_t n; } coming[PD_XFER_STREAMS_MAX];       /* streams whose first record is not whole */
     uint32_t n_coming;
     bool may_cut;                       /* a record may be cut: the connection ended for want of memory */
 };
@@ -61,6 +61,11 @@ static inline bool xf_net(struct xf *w)
         struct xf_coming *c = &w->coming[i];
         size_t len = 0;
         ssize_t k = 0;
+        if (w->hold) {
+            if (c->tls && !c->answered && poll(&(struct pollfd){ c->fd, POLLIN, 0 }, 1, 0) == 1)
+                c->answered = pd_tls_shake(c->tls) == 0;
+            continue;
+        }
         while (c->n < sizeof c->buf && !len && (k = c->tls ? pd_tls_read(c->tls, c->buf + c->n, 1) : recv(c->fd, c->buf + c->n, 1, MSG_DONTWAIT)) == 1) {
             struct pd_frame_scan s = { 0 };
             any = true;
