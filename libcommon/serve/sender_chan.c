@@ -84,8 +84,9 @@ int pd_chan_writev(struct pd_chan *c, const struct iovec *v, int n, size_t *wrot
         return 1;
     }
     if (c->tls && errno == EPROTO) {
-        *e = *pd_tls_why(c->tls);
-        return e->code;
+        if (e)
+            *e = *pd_tls_why(c->tls);
+        return pd_tls_why(c->tls)->code;
     }
     return pd_fail_sys(e, errno == EPIPE || errno == ECONNRESET ? "the reader went away" : "cannot write");
 }
