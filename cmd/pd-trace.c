@@ -1,20 +1,23 @@
-/* pd-trace: shows records (cat), logs of events (ls, show, check, merge, stats, follow) and KV dumps (kv). */
+/* pd-trace: shows records (cat), logs of events (ls, show, check, merge, stats, follow), KV dumps (kv), and what a daemon holds of a run (verify). */
 #include <fcntl.h>
 #include <strings.h>
 #include <unistd.h>
 #include "../libcommon/base/cli.h"
+#include "../libcommon/base/id.h"
 #include "../libcommon/base/log.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/kv/inspect.h"
+#include "../libcommon/serve/verify.h"
 #include "../libcommon/trace/report.h"
 #include "../libcommon/trace/show.h"
 #include "../libcommon/wire/endpoint.h"
 
-static char *run_id, *tokens, *layers, *bound, *order;
+static char *run_id, *with, *tokens, *layers, *bound, *order;
 enum { LAST = 10 };
 static int strict, last = LAST, block_size;
 static struct poptOption options[] = {
-    { "run", '\0', POPT_ARG_STRING, &run_id, 0, "cat of a dump, follow, kv: only this run", "RUN" },
+    { "run", '\0', POPT_ARG_STRING, &run_id, 0, "cat of a dump, follow, kv: only this run; verify: this one", "RUN" },
+    { "with", '\0', POPT_ARG_STRING, &with, 0, "verify: against what: the prefill worker, a stream with its KV, a dump", "unix:P|FILE" },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "logs: exit 9 when records were torn or lost", NULL },
     { "bound", '\0', POPT_ARG_STRING, &bound, 0, "check: how long after a cancel or an end others may still act (default 1s)", "TIME" },
     { "last", '\0', POPT_ARG_INT, &last, 0, "follow: how many events of what is there to show first (default 10)", "N" },
@@ -192,11 +195,28 @@ static int report(size_t i, const char **args, int *status, struct pd_err *e)
     return reports[i].fn(&o, status, e);
 }
 
+static int verify(const char **args, struct pd_err *e)
+{
+    const struct pd_net *net = pd_net_cli(e);
+    int64_t max = pd_cli_max_record(e);
+    struct pd_verify_opts o = { .at = args[0], .run = run_id, .with = with, .net = net, .max_record = (size_t)max, .out = stdout, .quiet = pd_cli.quiet,
+                                .json = pd_cli.format && !strcmp(pd_cli.format, "json") };
+    if (!net || max < 0)
+        return e->code;
+    if (!args[0] || args[1] || !run_id)
+        return pd_fail(e, PD_EUSAGE, "verify: wants one daemon and --run (example: pd-trace verify unix:D0 --run 01JDV3K5Q2N8XW4T6Y7Z9ABCDE --with run.h5)");
+    if (!pd_run_valid(run_id, strlen(run_id)))
+        return pd_fail(e, PD_EUSAGE, "--run: '%.64s' is no run id", run_id);
+    if (pd_cli.out || pd_cli.in)
+        return pd_fail(e, PD_EUSAGE, "-%c: verify asks a daemon and writes to standard output", pd_cli.out ? 'o' : 'i');
+    return pd_verify(&o, e);
+}
+
 /* An option that the verb would not look at is a misunderstanding. */
 static int misplaced(const char *verb, const char *sub, struct pd_err *e)
 {
     const struct { bool given; const char *name, *verbs; } of[] = {
-        { run_id, "--run", "cat, follow, kv" }, { bound, "--bound", "check" }, { last != LAST, "--last", "follow" },
+        { run_id, "--run", "cat, follow, kv, verify" }, { with, "--with", "verify" }, { bound, "--bound", "check" }, { last != LAST, "--last", "follow" },
         { strict, "--strict", "ls, show, check, merge, stats, follow" }, { tokens, "--tokens", "kv slice" }, { layers, "--layers", "kv slice" },
         { block_size, "--block-size", "kv convert" }, { order, "--order", "kv convert" },
     };
@@ -214,7 +234,7 @@ static int misplaced(const char *verb, const char *sub, struct pd_err *e)
 
 static bool known(const char *verb)
 {
-    bool yes = !strcmp(verb, "cat") || !strcmp(verb, "merge") || !strcmp(verb, "kv");
+    bool yes = !strcmp(verb, "cat") || !strcmp(verb, "merge") || !strcmp(verb, "kv") || !strcmp(verb, "verify");
     for (size_t i = 0; i < sizeof reports / sizeof *reports; i++)
         yes |= !strcmp(verb, reports[i].name);
     return yes;
@@ -224,21 +244,23 @@ static int work(const char **args, int *status, struct pd_err *e)
 {
     const char *verb = args[0] ? args[0] : "";
     if (!*verb)
-        return pd_fail(e, PD_EUSAGE, "which verb? (cat, ls, show, check, merge, stats, follow, kv; example: pd-trace cat stream.mp)");
+        return pd_fail(e, PD_EUSAGE, "which verb? (cat, ls, show, check, merge, stats, follow, kv, verify; example: pd-trace cat stream.mp)");
     if (known(verb) && misplaced(verb, strcmp(verb, "kv") ? NULL : args[1], e))
         return e->code;
     if (!strcmp(verb, "cat") || !strcmp(verb, "merge"))
         return copy(!strcmp(verb, "merge"), args + 1, status, e);
     if (!strcmp(verb, "kv"))
         return kv(args + 1, status, e);
+    if (!strcmp(verb, "verify"))
+        return verify(args + 1, e);
     for (size_t i = 0; i < sizeof reports / sizeof *reports; i++)
         if (!strcmp(verb, reports[i].name))
             return report(i, args + 1, status, e);
-    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, ls, show, check, merge, stats, follow, kv; example: pd-trace cat stream.mp)", verb);
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, ls, show, check, merge, stats, follow, kv, verify; example: pd-trace cat stream.mp)", verb);
 }
 
 int main(int argc, char **argv)
 {
     return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow [FILE...] | show RUN [FILE...] | "
-                       "kv ls|quickcheck|verify|stat|diff|slice|convert|salvage|png FILE...", argc, argv, pd_engine_version, work);
+                       "kv ls|quickcheck|verify|stat|diff|slice|convert|salvage|png FILE... | verify unix:D --run RUN", argc, argv, pd_engine_version, work);
 }

@@ -10,11 +10,11 @@
 #include <unistd.h>
 
 /* Calls that can fail, then the states of a run or a lease (trace/state.h, by which a test holds them equal). */
-static const char *const point_name[] = { "malloc", "read", "write", "fsync", "mmap", "tmpfile", "flip",
+static const char *const point_name[] = { "malloc", "read", "write", "fsync", "mmap", "tmpfile", "flip", "flip_held", "rdma_reg",
     "accepted", "route_selected", "prefill_started", "prefill_completed", "kv_published", "kv_transfer_started", "kv_transfer_completed", "decode_started",
     "streaming", "completed", "cancelled", "failed", "blocked", "fallback", "retry", "migrated", "first_token_early", "lease_granted", "lease_read",
     "lease_renewed", "lease_released", "lease_expired", "lease_revoked", "reaped", "cancel_acked", "kv_moved", "starting", "ready", "draining", "rotated", "gone" };
-enum { N_POINTS = sizeof point_name / sizeof *point_name, N_COUNTED = 6, N_CALLS = 7 };
+enum { N_POINTS = sizeof point_name / sizeof *point_name, N_COUNTED = 6, N_CALLS = 9 };
 static const struct action { const char *name; int signal; } action[] = { { "fail", 0 }, { "stop", SIGSTOP }, { "kill", SIGKILL } };
 enum { N_ACTIONS = sizeof action / sizeof *action };
 static long at[N_ACTIONS][N_POINTS];
@@ -32,8 +32,8 @@ static int point_index(const char *s, size_t n)
 /* A drill with a misspelt point would pass without having drilled anything: that ends the process. Only this build has it. */
 static void refuse(const char *spec)
 {
-    dprintf(2, "PD_FAULT: '%s' is not point:fail:N, point:stop:N or point:kill:N (points: malloc read write fsync mmap tmpfile flip; for stop and kill the "
-            "states of a run too; example: malloc:fail:17)\n", spec);
+    dprintf(2, "PD_FAULT: '%s' is not point:fail:N, point:stop:N or point:kill:N (points: malloc read write fsync mmap tmpfile flip flip_held rdma_reg; for "
+            "stop and kill the states of a run too; example: malloc:fail:17)\n", spec);
     _exit(2);
 }
 

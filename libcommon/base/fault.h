@@ -2,7 +2,8 @@
  * stops there (SIGSTOP) until somebody who has changed the world meanwhile continues it, with `kill` it is gone (SIGKILL). PD_FAULT_COUNT=FILE: at its end the
  * process appends how often each call's point was passed.
  *
- * Points: malloc read write fsync mmap tmpfile, flip (a byte of KV on its way), rdma_reg (memory for an RDMA device); and, to stop or kill, each state of
+ * Points: malloc read write fsync mmap tmpfile, flip (a byte of KV on its way), flip_held (a bit of KV that a decode worker has
+ * taken and verified), rdma_reg (memory for an RDMA device); and, to stop or kill, each state of
  * trace/state.h, passed when the process has told it. Compiled in by `make V=fault` and V=asan only; elsewhere pd_fault is the constant false. The code at a
  * point behaves as if the system had refused: an allocation gives NULL, a system call fails with EIO (write: ENOSPC; mmap, rdma_reg: ENOMEM; tmpfile: a file
  * system without unnamed files).

@@ -6,6 +6,7 @@
 #include "../base/log.h"
 #include "../model/dtype.h"
 #include "../wire/stream.h"
+#include "../wire/value.h"
 #include "convert.h"
 #include "inspect.h"
 
@@ -173,6 +174,31 @@ int pd_kv_each_run(const char *path, int file_fd, const struct pd_kv_walk *w, st
                 *e = late;
         }
     }
+    run_free(&l);
+    return rc;
+}
+
+int pd_kv_run_in(int fd, const char *name, size_t max_record, const struct pd_kv_walk *w, struct pd_err *e)
+{
+    struct load l = { .w = w };
+    struct pd_rstream_opts so = { .name = name, .max_record = max_record };
+    struct pd_rstream *s = NULL;
+    struct pd_rec rec;
+    struct pd_bin v;
+    struct pd_str run;
+    bool skip;
+    int rc = pd_rstream_new(fd, &so, &s, e);
+    while (!rc && (rc = pd_rstream_next(s, -1, &rec, &skip, e)) != 0) {
+        bool kv = rec.kind == PD_K_OFFER || rec.kind == PD_K_CHUNK || rec.kind == PD_K_KV;
+        kv &= rc == 1 && pd_map_find(rec.p, rec.n, "run", &v) == 1 && pd_get_str(v, &run) && pd_str_eq(run, w->run);
+        rc = rc < 0 ? rc : kv ? on_record(&l, &rec, e) : 0;
+    }
+    pd_progress_end();
+    pd_rstream_free(s);
+    if (rc)
+        pd_err_prefix(e, "%s", name);
+    else if (l.open)
+        rc = pd_fail(e, PD_ECORRUPT, "%s: run %s ends without its kv record", name, l.run.d.run);
     run_free(&l);
     return rc;
 }

@@ -39,6 +39,8 @@ typedef void pd_kv_fault_fn(void *ctx, const char *message);
 struct pd_kv_walk { enum pd_dump_mode mode; const char *run; pd_kv_run_fn *run_fn; pd_kv_fault_fn *fault_fn; void *ctx; };
 /* file_fd: read this descriptor (already checked) and use path for messages; -1: open path. */
 int pd_kv_each_run(const char *path, int file_fd, const struct pd_kv_walk *w, struct pd_err *e);
+/* The run w->run of a stream of records, among whatever else is there; DATA. fd stays the caller's. */
+int pd_kv_run_in(int fd, const char *name, size_t max_record, const struct pd_kv_walk *w, struct pd_err *e);
 /* Element i of a row: token t, head h of layer l, K (v 0) or V (1), as float. `out` [head_dim]. */
 void pd_kv_row(const struct pd_kv_run *r, uint32_t l, int v, uint32_t t, uint32_t h, float *out);
 void pd_kv_json_str(FILE *f, const char *s);

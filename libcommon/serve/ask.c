@@ -8,7 +8,7 @@
 #include "../wire/value.h"
 #include "ask.h"
 
-static int request(const char *at, bool follow, const struct pd_net *net, struct pd_endpoint *ep, struct pd_rstream **rs, struct pd_err *e)
+static int request(const char *at, bool follow, const char *verify, const struct pd_net *net, struct pd_endpoint *ep, struct pd_rstream **rs, struct pd_err *e)
 {
     struct pd_buf b = { 0 };
     struct pd_packer k;
@@ -19,7 +19,7 @@ static int request(const char *at, bool follow, const struct pd_net *net, struct
     if (rc < 0)
         return rc;
     pd_pack_init(&k, &b, e);
-    msgpack_pack_map(&k.pk, 2 + follow);
+    msgpack_pack_map(&k.pk, 2 + follow + !!verify);
     pd_pack_text(&k, "pd");
     pd_pack_text(&k, "status");
     pd_pack_text(&k, "v");
@@ -27,6 +27,10 @@ static int request(const char *at, bool follow, const struct pd_net *net, struct
     if (follow) {
         pd_pack_text(&k, "follow");
         msgpack_pack_true(&k.pk);
+    }
+    if (verify) {
+        pd_pack_text(&k, "verify");
+        pd_pack_text(&k, verify);
     }
     struct pd_rstream_opts ro = { .name = at };
     rc = k.rc ? k.rc : pd_wstream_of(ep, PD_FMT_MSGPACK, at, &ws, e);
@@ -65,12 +69,12 @@ static int answer(struct pd_rstream *rs, const char *at, int64_t until, struct p
     }
 }
 
-int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
+static int ask_one(const char *at, const char *verify, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
 {
     struct pd_endpoint ep = { .fd = -1 };
     struct pd_rstream *rs = NULL;
     struct pd_rec rec;
-    int rc = request(at, false, net, &ep, &rs, e);
+    int rc = request(at, false, verify, net, &ep, &rs, e);
     if (rc == 0 && (rc = answer(rs, at, pd_mono_us() + net->connect_us, &rec, e)) == 1)
         rc = rec.kind == PD_K_STATUS ? pd_buf_add(out, rec.p, rec.n, e) : pd_fail(e, PD_EFAIL, "%s: it does not answer with its status", at);
     else if (rc == 0)
@@ -79,6 +83,10 @@ int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *out, 
     pd_endpoint_abort(&ep);
     return rc;
 }
+
+int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *out, struct pd_err *e) { return ask_one(at, NULL, net, out, e); }
+
+int pd_ask_verify(const char *at, const char *run, const struct pd_net *net, struct pd_buf *out, struct pd_err *e) { return ask_one(at, run, net, out, e); }
 
 int pd_ask_workers(const char *at, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
 {
@@ -94,7 +102,7 @@ int pd_ask_workers(const char *at, const struct pd_net *net, struct pd_buf *out,
     if (rc == 0 && pd_map_find(status.p, status.n, "role", &v) == 1)
         pd_get_str(v, &role);
     bool all = pd_str_eq(role, "route");        /* a worker tells of itself for ever, a router is done when it has told of all */
-    rc = rc ? rc : request(at, true, net, &ep, &rs, e);
+    rc = rc ? rc : request(at, true, NULL, net, &ep, &rs, e);
     while (rc == 0 && (all || !n)) {
         if ((rc = answer(rs, at, until, &rec, e)) <= 0)
             break;

@@ -6,6 +6,8 @@
 
 /* The answer to `status`, as raw msgpack. at: "unix:PATH", "tcp:HOST:PORT". PD_ETIME: nobody is there, or no answer within net->connect_us. */
 int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *rec, struct pd_err *e);
+/* What it reads back of a run (readback.h), as raw msgpack: a `status` with `verify`. PD_EFAIL: unknown there. */
+int pd_ask_verify(const char *at, const char *run, const struct pd_net *net, struct pd_buf *rec, struct pd_err *e);
 /* Its `worker` records, one after the other: a worker's own, a router's of all it knows. PD_EFAIL: it is neither. */
 int pd_ask_workers(const char *at, const struct pd_net *net, struct pd_buf *recs, struct pd_err *e);
 /* The status record for a person. */

@@ -323,6 +323,15 @@ static void on_query(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
             pd_conn_put_error(c, NULL, &e, "abort");
         return;
     }
+    if (pd_str_eq(kind, "status") && pd_map_find(rec->p, rec->n, "verify", &v) == 1) {
+        struct pd_str run = { NULL, 0 };
+        int rc = !d->h.verify ? pd_fail(&e, PD_EFAIL, "status: there is no KV to verify here; this is no worker")
+            : !pd_get_str(v, &run) || !pd_run_valid(run.p, run.n) ? pd_fail(&e, PD_EUSAGE, "status: verify is no run id")
+            : d->h.verify(d->h.ctx, c, run, &e);
+        if (rc < 0)
+            pd_conn_put_error(c, NULL, &e, "abort");
+        return;
+    }
     int rc = pd_str_eq(kind, "status") ? status_record(d, &b, &e) : pd_str_eq(kind, "cancel") ? cancel_answer(d, rec, &b, &e)
         : pd_fail(&e, PD_EFAIL, "this connection asks status or cancels; a record of kind '%.*s' belongs on another", (int)(kind.n < 40 ? kind.n : 40), kind.p);
     if (rc < 0 || (rc = pd_conn_put(c, b.p, b.n, &e)) == PD_EFAIL)

@@ -1,5 +1,6 @@
 #include <stdio.h>
 #include "../base/clock.h"
+#include "../base/hash.h"
 #include "../base/log.h"
 #include "../wire/value.h"
 #include "giver_in.h"
@@ -453,6 +454,34 @@ static int make_metrics(struct pd_giver *g, struct pd_err *e)
     return rc ? rc : pd_metrics_before(pd_daemon_metrics(g->d), look_up, g, e);
 }
 
+/* What is final of its KV in all layers, while it is leased. */
+static int on_verify(void *ctx, struct pd_conn *c, struct pd_str run, struct pd_err *e)
+{
+    struct pd_giver *g = ctx;
+    struct pd_gv_run *r = (struct pd_gv_run *)pd_desk_find(g->desk, run.p, run.n);
+    struct pd_lease_info l;
+    struct pd_readback *b;
+    int rc = r ? pd_readback_new(&g->readbacks, c, r->d.name, &b, e) : pd_fail(e, PD_EFAIL, "run %.*s is unknown here: it is not in hand", (int)run.n, run.p);
+    if (rc < 0)
+        return rc;
+    bool leased = r->leased && pd_lease_info(g->leases, r->lease, &l);
+    b->lease = leased ? pd_lease_state_name(l.state) : r->lease_over ? "over" : "none";
+    if (leased && atomic_load(&r->started)) {
+        uint32_t ranges = r->plan.n_ranges;
+        for (uint32_t i = 0; i < r->plan.layers; i++)
+            ranges = atomic_load(&r->done[i]) < ranges ? atomic_load(&r->done[i]) : ranges;
+        uint64_t n_kv = (uint64_t)ranges * r->plan.chunk_blocks * r->desc.layout.block_size;
+        b->state = ranges == r->plan.n_ranges ? "published" : "filling";
+        b->n_tokens = r->desc.n_tokens;
+        b->tokens_sum = pd_xxh3(r->desc.token_ids, (size_t)r->desc.n_tokens * sizeof *r->desc.token_ids, 0);
+        memcpy(b->gen, r->desc.gen, sizeof b->gen);
+        b->has_gen = true;
+        pd_readback_blocks(b, l.blocks, ranges == r->plan.n_ranges || n_kv > b->n_tokens ? b->n_tokens : (uint32_t)n_kv);
+    }
+    pd_readback_go(b);
+    return 0;
+}
+
 int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct pd_daemon_opts *dopts, struct pd_err *e)
 {
     struct pd_giver *g = pd_calloc(1, sizeof *g, "a prefill worker", e);
@@ -462,8 +491,9 @@ int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct 
                                      .cancel = on_cancel_run, .freed = on_freed, .busy = pd_gv_busy, .turn = pd_gv_turn, .after = pd_gv_tell_load, .spare = spare };
     const struct pd_desk_opts ko = { .rt = rt, .seed = o->seed, .max_runs = o->max_runs, .trace = o->trace };
     const struct pd_daemon_hooks hooks = { .ctx = g, .drain = on_drain, .busy = daemon_busy, .beat = on_beat, .ledger = ledger, .cancel = on_cancel,
-                                           .follow = on_follow };
+                                           .follow = on_follow, .verify = on_verify };
     g->rt = rt;
+    g->readbacks.rt = rt;
     g->o = *o;
     g->max_record = dopts->max_record;
     g->tidy = (struct pd_post){ .fn = on_tidy, .ctx = g };
@@ -482,6 +512,7 @@ int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct 
         .event = pd_gv_on_link, .ctx = g,
         .xfer = { .giving = true, .via = o->via, .streams = o->streams, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch,
                   .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .pool = rt->pool, .leases = g->leases, .accept_us = ACCEPT_US } };
+    g->readbacks.l = pd_daemon_loop(g->d);
     pd_desk_on(g->desk, g->d);
     if ((rc = make_metrics(g, e)) < 0)
         goto out;
@@ -516,6 +547,7 @@ out:
         pd_gv_peer_drop(p);
     }
     pd_daemon_free(g->d);
+    pd_readbacks_free(&g->readbacks);
     pd_leases_free(g->leases);
     pd_free(g);
     return rc;

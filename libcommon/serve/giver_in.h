@@ -6,6 +6,7 @@
 #include "desk.h"
 #include "giver.h"
 #include "link.h"
+#include "readback.h"
 #include "register.h"
 
 /* A decode worker, by its address. */
@@ -60,6 +61,7 @@ struct pd_giver {
     struct pd_links links;
     struct pd_leases *leases;
     struct pd_register *reg;
+    struct pd_readbacks readbacks;
     struct pd_gv_peer *peers;
     size_t max_record;
     struct pd_post tidy, stuck;

@@ -1,10 +1,13 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include "../base/clock.h"
+#include "../base/fault.h"
+#include "../base/hash.h"
 #include "../base/log.h"
 #include "../engine/decoding.h"
 #include "../wire/value.h"
 #include "desk.h"
+#include "readback.h"
 #include "register.h"
 #include "taker.h"
 #include "worker.h"
@@ -24,6 +27,7 @@ struct run {
     /* the thread's */
     struct pd_dc_run *dr;
     _Atomic bool at_batch;      /* the thread has it, or had */
+    uint32_t n_readbacks;       /* of it that go on: it stays until they are done. The loop's */
     struct worker *w;
 };
 
@@ -34,6 +38,7 @@ struct worker {
     struct pd_desk *desk;
     struct pd_taker *taker;
     struct pd_register *reg;
+    struct pd_readbacks readbacks;
     struct pd_post stuck;
     struct pd_call c_stuck;
     _Atomic bool is_stuck;
@@ -300,10 +305,19 @@ static void on_transfer(void *ctx, struct pd_expect *x, const struct pd_kvdesc *
     step_of(ctx, run_of(x), PD_ST_KV_TRANSFER_STARTED, 0, NULL, offer->gen);
 }
 
+/* As memory that goes bad after the KV was verified. */
+static void flip(struct pd_pool *p, uint32_t block)
+{
+    if (!pd_pool_is_foreign(p, block))
+        pd_pool_base(p, block)[pd_pool_off(p, pd_pool_geom(p)->layers - 1, 1)] ^= 1;
+}
+
 static void on_taken(void *ctx, struct pd_expect *x, struct pd_kv_in *kv)
 {
     struct worker *w = ctx;
     struct run *r = run_of(x);
+    if (pd_fault("flip_held"))
+        flip(w->rt->pool, kv->blocks[kv->n_blocks / 2]);
     r->kv = *kv;
     r->has_kv = true;
     r->n_ids = 0;
@@ -412,6 +426,8 @@ static void on_freed(void *ctx, struct pd_desk_run *d)
     struct run *r = (struct run *)d;
     if (w->taker)
         pd_taker_forget(w->taker, &r->x, "the run is over");
+    if (r->has_kv)
+        pd_readback_keep(&w->readbacks, &r->kv.desc, &r->kv.mem);
     pd_kv_in_free(w->rt->pool, &r->kv);
     pd_free(r->fallback);
 }
@@ -430,6 +446,64 @@ static void refuse(void *ctx, const struct pd_request *q, const struct pd_err *w
     pd_refusal_log(q, why);
     pd_metric_add(w->m_ends[3], 1);
     pd_refusal_encode(q, why, action, &as, b, &e);
+}
+
+/* ---- reading back ---- */
+
+/* The thread's: the blocks of the choice that has most of it. */
+static void look(void *ctx)
+{
+    struct pd_readback *b = ctx;
+    struct run *r = b->user;
+    struct pd_dc_run *dr = r->dr;
+    const struct pd_seq *best = NULL;
+    for (uint32_t i = 0; dr && dr->run && i < dr->run->n_seqs; i++)
+        if (!best || dr->run->seq[i].n_kv > best->n_kv)
+            best = &dr->run->seq[i];
+    b->state = !dr ? "over" : !best || !best->n_kv ? "waiting" : best->n_kv < dr->in.n_tokens ? "filling" : "decoding";
+    if (dr) {
+        b->n_tokens = dr->in.n_tokens;
+        b->tokens_sum = pd_xxh3(dr->in.tokens, (size_t)dr->in.n_tokens * sizeof *dr->in.tokens, 0);
+        if ((b->has_gen = dr->remote))
+            memcpy(b->gen, dr->desc.gen, sizeof b->gen);
+        b->lease = r->kv.pin && !dr->fallback ? "reading" : dr->remote ? "released" : "none";      /* fallback: computed here again */
+    }
+    if (best)
+        pd_readback_blocks(b, pd_seq_blocks(best), best->n_kv);
+    pd_readback_go(b);
+}
+
+static void looked(struct pd_readback *b)
+{
+    struct run *r = b->user;
+    if (!strcmp(b->lease, "reading") && !pd_pin_valid(r->kv.pin))
+        b->lease = "over";
+    if (--r->n_readbacks)
+        return;
+    r->d.kept = false;
+    pd_desk_look(r->w->desk, &r->d);
+}
+
+static int on_verify(void *ctx, struct pd_conn *c, struct pd_str run, struct pd_err *e)
+{
+    struct worker *w = ctx;
+    struct run *r = (struct run *)pd_desk_find(w->desk, run.p, run.n);
+    struct pd_readback *b;
+    if (!r)
+        return pd_readback_past(&w->readbacks, c, run, e);
+    int rc = pd_readback_new(&w->readbacks, c, r->d.name, &b, e);
+    if (rc < 0)
+        return rc;
+    if (r->x.expected) {        /* its KV is on its way */
+        pd_readback_go(b);
+        return 0;
+    }
+    b->user = r;
+    b->done = looked;
+    r->n_readbacks++;
+    r->d.kept = true;
+    pd_desk_call(w->desk, &r->d, &b->call, look, b);
+    return 0;
 }
 
 /* ---- hooks ---- */
@@ -558,8 +632,9 @@ int pd_worker_serve(struct pd_runtime *rt, const struct pd_worker_opts *o, struc
     const struct pd_desk_opts ko = { .rt = rt, .seed = o->seed, .stream = o->stream, .max_runs = o->max_runs, .trace = o->trace };
     const struct pd_taker_ops to = { .ctx = w, .known = is_known, .started = on_transfer, .taken = on_taken, .failed = on_failed, .reserve = reserve };
     const struct pd_daemon_hooks hooks = { .ctx = w, .drain = on_drain, .busy = daemon_busy, .beat = on_beat, .ledger = ledger,
-                                           .cancel = on_cancel, .follow = on_follow };
+                                           .cancel = on_cancel, .follow = on_follow, .verify = on_verify };
     w->rt = rt;
+    w->readbacks.rt = rt;
     w->o = *o;
     w->stuck = (struct pd_post){ .fn = on_stuck, .ctx = w };
     w->dco = (struct pd_decode_opts){ .seed = o->seed, .keep_going = true, .stream = o->stream };
@@ -579,6 +654,7 @@ int pd_worker_serve(struct pd_runtime *rt, const struct pd_worker_opts *o, struc
     rc = rc ? rc : pd_taker_on(w->taker, pd_daemon_loop(w->d), pd_daemon_metrics(w->d), e);
     if (rc < 0)
         goto out;
+    w->readbacks.l = pd_daemon_loop(w->d);
     pd_desk_on(w->desk, w->d);
     if ((rc = make_metrics(w, e)) < 0)
         goto out;
@@ -605,6 +681,7 @@ out:
     pd_desk_free(w->desk);
     pd_taker_free(w->taker);
     pd_daemon_free(w->d);
+    pd_readbacks_free(&w->readbacks);
     pd_free(w);
     return rc;
 }

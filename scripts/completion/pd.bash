@@ -25,7 +25,7 @@ _pd() {
         --via) words="shm,inline shm,rdma,tcp,inline shm rdma tcp,inline tcp inline" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
         --chunk | -t | --threads | --block-size | --seed | --epoch | --domain | --bound | --last | --trace-max) return ;;
-        -m | --model | -i | --input | -o | --output | --trace | --ids | --out | --key-file | --streams) compopt -o default 2>/dev/null; return ;;
+        -m | --model | -i | --input | -o | --output | --trace | --ids | --out | --key-file | --streams | --with) compopt -o default 2>/dev/null; return ;;
     esac
 
     if [[ -z $words && $cur == -* ]]; then words=$(_pd_options "$cmd"); fi
@@ -37,7 +37,7 @@ _pd() {
         done
         case $name in
             pd-trace)
-                if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow kv"
+                if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow kv verify"
                 elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice convert salvage png"
                 fi ;;
             pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits" ;;

@@ -204,7 +204,7 @@ ok(x.returncode == 4 and one_line(x.stderr) and b"there is no record in it" in x
 x = run(trace("check", f"{tmp}/absent.trace"))
 ok(x.returncode == 1 and one_line(x.stderr) and b"absent.trace" in x.stderr, "an absent file", x.stderr)
 for args, what in ((("check", "--bound", "7", log("p")), b"--bound 500ms"), (("follow", "--last", "-4", log("p")), b"--last 10"), (("ls", "-o", "x", log("p")), b"-o is for"), (("sho",), b"ls, show, check"),
-                   ((), b"which verb? (cat, ls, show"), (("ls", "--run", one), b"--run: ls has no use for it (it is for cat, follow, kv)"),
+                   ((), b"which verb? (cat, ls, show"), (("ls", "--run", one), b"--run: ls has no use for it (it is for cat, follow, kv, verify)"),
                    (("kv", "ls", "--tokens", "0:4", "x.h5"), b"--tokens: kv ls has no use for it (it is for kv slice)"),
                    (("follow", "--bound", "1s"), b"it is for check"), (("cat", "--strict"), b"it is for ls, show, check, merge")):
     x = run(trace(*args))
