@@ -208,7 +208,8 @@ int pd_verify(const struct pd_verify_opts *o, struct pd_err *e)
     if (rc == 0)
         tell(o, &a, o->with ? &b : NULL, differ);
     if (differ)
-        rc = pd_fail(e, PD_ECORRUPT, "run %s: what %s holds is not what was published; sums that differ: %" PRId64 ", the first %s", o->run, o->at, differ, first);
+        rc = pd_fail(e, PD_ECORRUPT, "run %s: what %s holds is not what was published; sums that differ: %" PRId64 ", the first %s", o->run,
+                     o->at, differ, first);
     if (rc == 0 && (fflush(o->out) || ferror(o->out)))
         rc = pd_fail_sys(e, "standard output");
     fflush(o->out);
