@@ -466,7 +466,8 @@ static void look(void *ctx)
         b->tokens_sum = pd_xxh3(dr->in.tokens, (size_t)dr->in.n_tokens * sizeof *dr->in.tokens, 0);
         if ((b->has_gen = dr->remote))
             memcpy(b->gen, dr->desc.gen, sizeof b->gen);
-        b->lease = r->kv.pin && !dr->fallback ? "reading" : dr->remote ? "released" : "none";      /* fallback: computed here again */
+        /* fallback: it is computed here again, or was */
+        b->lease = !dr->remote ? "none" : !r->kv.pin ? "released" : !dr->fallback ? "reading" : !strcmp(b->state, "decoding") ? "released" : "over";
     }
     if (best)
         pd_readback_blocks(b, pd_seq_blocks(best), best->n_kv);

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -44,11 +45,12 @@ def found(x):
     return [json.loads(line) for line in x.stdout.decode().splitlines()]
 
 
-def stopped(D, r, *args):
+def stopped(D, r, *args, meanwhile=lambda: None):
     """Asked while D stands still in the middle of the run: it answers before the rest of it is decoded."""
     D.p.send_signal(signal.SIGSTOP)
     p = subprocess.Popen([f"{B}/bin/pd-trace", "verify", D.at, "--run", r["run"], "--format", "json", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(0.2)
+    meanwhile()
     D.p.send_signal(signal.SIGCONT)
     out, err = p.communicate(timeout=60)
     return subprocess.CompletedProcess(p.args, p.returncode, out, err)
@@ -122,6 +124,31 @@ for name, via, net, args in (("shm", "shm", [], []), ("shm, in place", "shm", []
     R.close()
     ends = [D.end(), P.end()]
     ok([rc for rc, _ in ends] == [0, 0], f"{name}: both drain", ends)
+
+# ---- the prefill worker dies while its memory is read in place, and who asks goes away meanwhile ----
+P = Worker(tmp.name, "kP", "prefill")
+D = Worker(tmp.name, "kD", "decode", "--via", "shm", "--in-place")
+R = Router(os.path.join(tmp.name, "kR.trace"))
+for r in long_runs()[:3]:
+    remote(R, r, P, D)
+    R.wait([r], "token")
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect(D.path)
+        s.sendall(pdset.msgpack.packb({"pd": "status", "v": 1, "verify": r["run"]}))
+    R.wait([r])
+good, g = D.until({"runs": 0, "blocks_used": 0, "blocks_borrowed": 0, "in_place": 0})
+ok(good, "who asks and goes away leaves nothing held", g)
+r = long_runs()[0]
+remote(R, r, P, D)
+R.wait([r], "token")
+x = stopped(D, r, meanwhile=P.kill)
+R.wait([r])
+ok((x.returncode == 5 and tap.one_line(x.stderr) and b"is over" in x.stderr) or (x.returncode == 0 and found(x)[-1]["lease"] == "released"),
+   "a prefill worker that is gone: exit 5, unless the KV has been computed again already", x)
+good, g = D.until({"runs": 0, "blocks_used": 0, "blocks_borrowed": 0, "in_place": 0})
+ok(good, "the lease is over: no block is held any more", g)
+R.close()
+D.end()
 
 # ---- a bit that flips in the decode worker's memory, after the KV was verified ----
 V = os.environ.get("V", "")
