@@ -130,7 +130,7 @@ bench-engine: all
 	scripts/bench-engine
 bench-serve: all $(B)/tools/bench_serve $(B)/tools/bench_xfer
 	scripts/bench-serve
-bench-kv: all $(B)/tools/bench_kv $(B)/tools/bench_rdma
+bench-kv: all $(B)/tools/bench_kv $(B)/tools/bench_xfer $(B)/tools/bench_tcp $(B)/tools/bench_rdma
 	scripts/bench-kv
 demo:
 	scripts/demo

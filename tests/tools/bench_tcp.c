@@ -1,6 +1,9 @@
-/* KV by tcp between two processes on loopback, verified, as daemons do it: serve/link over pd_loop. One JSON row a run on standard output.
- *   bench_tcp [MIB [ROUNDS [STREAMS [KEYFILE]]]]      (256 7 4)
+/* KV by tcp between two processes, verified, as daemons do it: serve/link over pd_loop. One JSON row a run on standard output.
+ *   bench_tcp [MIB [ROUNDS [STREAMS [KEYFILE [TAKER GIVER ADDRESS]]]]]      (256 7 4 -: in the clear; on loopback)
+ * TAKER, GIVER: network namespaces (ip netns) that the two ends go to; ADDRESS: the taker's.
  * Time runs from the offer to the giver's hearing that all was verified. Both pools are warm, and larger than the caches. */
+#include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -84,6 +87,16 @@ static void taker_event(void *ctx, struct pd_link *k, const struct pd_xfer_event
     pd_link_soon(k);
 }
 
+static void go_to(const char *ns)
+{
+    struct pd_err e;
+    char path[300];
+    snprintf(path, sizeof path, "/var/run/netns/%s", ns);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    must(fd < 0 || setns(fd, CLONE_NEWNET) ? pd_fail_sys(&e, "%s", path) : 0, &e);
+    close(fd);
+}
+
 static void make(int mib, bool giving, uint32_t streams)
 {
     struct pd_err e = { 0 };
@@ -117,13 +130,15 @@ int main(int argc, char **argv)
     int mib = argc > 1 ? atoi(argv[1]) : 256, p[2];
     uint32_t streams = argc > 3 ? (uint32_t)atoi(argv[3]) : 0;
     struct pd_err e = { 0 };
-    char at[100] = "";
+    char at[100] = "", where[100];
     struct pd_keys *keys = NULL;
     B.rounds = argc > 2 ? atoi(argv[2]) : 7;
     signal(SIGPIPE, SIG_IGN);
-    if (argc > 4)
+    if (argc > 4 && strcmp(argv[4], "-"))
         must(pd_keys_load(argv[4], &keys, &e), &e);
     B.net.keys = keys;
+    B.net.insecure = !keys;
+    snprintf(where, sizeof where, "tcp-listen:%.60s:0", argc > 7 ? argv[7] : "127.0.0.1");
     if (pipe(p))
         return 1;
     pid_t pid = fork();
@@ -132,8 +147,10 @@ int main(int argc, char **argv)
         static struct pd_dispatch dispatch = { &entry, 1, false };
         static struct pd_conns set;
         struct pd_listener *s;
+        if (argc > 7)
+            go_to(argv[5]);
         make(mib, false, streams);
-        struct pd_listener_opts o = { .at = "tcp-listen:127.0.0.1:0", .dispatch = &dispatch, .conn = { .set = &set, .net = &B.net } };
+        struct pd_listener_opts o = { .at = where, .dispatch = &dispatch, .conn = { .set = &set, .net = &B.net } };
         must(pd_listener_new(B.l, &o, &s, &e), &e);
         const char *name = pd_listener_name(s);
         if (write(p[1], name, strlen(name)) < 0)
@@ -141,6 +158,8 @@ int main(int argc, char **argv)
         must(pd_loop_run(B.l, &e), &e);
         return 0;
     }
+    if (argc > 7)
+        go_to(argv[6]);
     make(mib, true, streams);
     must(pd_timer_new(B.l, on_offer, NULL, &again, &e), &e);
     if (read(p[0], at, sizeof at - 1) <= 0)

@@ -2,8 +2,9 @@
  * standard error.
  *   bench_xfer [MIB]...      KV of these sizes (64 256 1024), in the shape of a 135M model: 30 layers, 3 KV heads of 64, f16, blocks of 16
  * offer_us: the giver makes the offer. mapped_us: from the offer's first byte being fed to the accept, in place, on slabs that are mapped already: decode,
- * check, block table, references. sums: the giver's hashing. verify: the taker's, in place. copy: copied and verified; beside memcpy and XXH3 of the same
- * bytes. */
+ * check, block table, references. sums: the giver's hashing. verify: the taker's, in place. copy_verified: copied and verified. copy: bare, the taker's pieces
+ * (a block of K or V) in its order. Beside them XXH3 of the same bytes and memcpy of whole slabs into the other pool, warm; memcpy_cached goes to a place
+ * in the cache. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -114,7 +115,8 @@ static void size(int mib)
     struct world w = { .in_place = true };
     uint32_t n = (uint32_t)(((size_t)mib << 20) / block_bytes), *blocks = pd_calloc(n, sizeof *blocks, "blocks", &e);
     int32_t *ids = pd_calloc((size_t)n * 16, sizeof *ids, "ids", &e);
-    double offer[ROUNDS], mapped[ROUNDS], sums[ROUNDS], verify[ROUNDS], copy[ROUNDS], cpy[ROUNDS], hash[ROUNDS];
+    double offer[ROUNDS], mapped[ROUNDS], sums[ROUNDS], verify[ROUNDS], copy[ROUNDS], cpy[ROUNDS], hash[ROUNDS],
+           bare[ROUNDS], whole[ROUNDS];
     must(!blocks || !ids, &e);
     must(pd_pool_new(&geom, (int64_t)(n + 1) * (int64_t)block_bytes, &w.from, &e), &e);
     must(pd_pool_new(&geom, (int64_t)(n + 1) * (int64_t)block_bytes, &w.to, &e), &e);
@@ -142,7 +144,7 @@ static void size(int mib)
     int copies = 0, places = 0;
     for (int r = 0; r < ROUNDS; r++) {
         uint8_t lease[16];
-        w.in_place = r % 4 != 3 || mib > 256;       /* some are copied: a second pool of the size */
+        w.in_place = r % 2 == 0 || mib > 256;       /* some are copied: a second pool of the size */
         must(pd_run_new(d.run, &e), &e);
         must(pd_gen_new(d.gen, &e), &e);
         must(pd_lease_grant(w.leases, d.run, d.gen, blocks, n, 0, 1, lease, &e), &e);
@@ -202,12 +204,38 @@ static void size(int mib)
         hash[r] = (double)done / (double)(t1 - t0) + (double)(x == 1);
         cpy[r] = (double)done / (double)(pd_mono_ns() - t1);
     }
+    uint32_t *there = copies ? pd_calloc(n, sizeof *there, "blocks", &e) : NULL;
+    if (copies) {
+        must(!there, &e);
+        must(pd_pool_take(w.to, n, there, &e), &e);
+    }
+    for (int r = 0; copies && r < ROUNDS; r++) {
+        size_t slab = pd_pool_slab_bytes(w.from), piece = pd_pool_layer_bytes(w.from), done = 0;
+        uint32_t slabs = pd_pool_slabs(w.from) < pd_pool_slabs(w.to) ? pd_pool_slabs(w.from) : pd_pool_slabs(w.to), per = pd_pool_slab_blocks(w.from);
+        int64_t t0 = pd_mono_ns();
+        for (uint32_t k = 0; k < slabs; k++, done += slab)
+            memcpy(pd_pool_base(w.to, k * per), pd_pool_base(w.from, k * per), slab);
+        int64_t t1 = pd_mono_ns();
+        for (int l = 0; l < 30; l++)
+            for (uint32_t b = 0; b < n; b += 8)         /* a chunk: K of some blocks, V of them */
+                for (int v = 0; v < 2; v++)
+                    for (uint32_t i = b; i < n && i < b + 8; i++)
+                        memcpy(pd_pool_base(w.to, there[i]) + pd_pool_off(w.to, l, v), pd_pool_base(w.from, blocks[i]) + pd_pool_off(w.from, l, v), piece);
+        bare[r] = (double)n * block_bytes / (double)(pd_mono_ns() - t1);
+        whole[r] = (double)done / (double)(t1 - t0);
+    }
+    for (uint32_t i = 0; copies && i < n; i++)
+        pd_pool_put(w.to, there[i]);
+    pd_free(there);
     row("offer_us", mib, offer, ROUNDS, "us", 0, false);
     row("mapped_us", mib, mapped, places, "us", 1000, false);
     row("sums", mib, sums, ROUNDS, "GB/s", 0, true);
     row("verify_ms", mib, verify, places, "ms", 0, false);
-    if (copies)
+    if (copies) {
         row("copy_verified", mib, copy, copies, "GB/s", 0, true);
+        row("copy", mib, bare, ROUNDS, "GB/s", 0, true);
+        row("memcpy", mib, whole, ROUNDS, "GB/s", 0, true);
+    }
     row("xxh3", mib, hash, ROUNDS, "GB/s", 0, true);
     row("memcpy_cached", mib, cpy, ROUNDS, "GB/s", 0, true);
     pd_free(to);
