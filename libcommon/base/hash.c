@@ -12,6 +12,9 @@
 #include <unistd.h>
 #define XXH_STATIC_LINKING_ONLY     /* the streaming state on the stack */
 #include <xxhash.h>
+#if defined(__x86_64__) && __has_include(<xxh_x86dispatch.h>)
+#include <xxh_x86dispatch.h>        /* the library's SSE2 code, AVX2 or AVX-512, by the processor; without it SSE2 alone */
+#endif
 #include "fault.h"
 #include "hash.h"
 #include "id.h"
