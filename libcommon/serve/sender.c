@@ -10,7 +10,7 @@
 #include "../wire/frame.h"
 #include "sender_in.h"
 
-enum { GUESTS_MAX = 64, GUEST_US = 5000000, POLLS = 1024 };
+enum { GUESTS_MAX = 64, GUEST_US = 5000000, REST_US = 100000, POLLS = 1024 };
 
 /* ---- what befalls ---- */
 
@@ -116,6 +116,8 @@ static void accept_some(struct send *s, struct send_listener *l)
     l->ready = false;
     if (fd >= 0)
         guest_new(s, l, fd);
+    else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
+        l->rest_until = s->now + REST_US;       /* it would be ready again at once */
 }
 
 /* Descriptors, or a stream of data, for a connection that is here. */
@@ -303,7 +305,10 @@ static void sleep_until_something(struct send *s, int64_t next)
     int n = 0;
     want(p, flag, &n, s->wake, POLLIN, NULL);
     for (struct send_listener *l = s->listeners; l; l = l->next)
-        want(p, flag, &n, l->fd, POLLIN, &l->ready);
+        if (s->now >= l->rest_until)
+            want(p, flag, &n, l->fd, POLLIN, &l->ready);
+        else
+            next = l->rest_until < next ? l->rest_until : next;
     for (struct send_guest *g = s->guests; g; g = g->next)
         want(p, flag, &n, g->c.fd, POLLIN, &g->c.readable);
     for (struct send_src *c = s->srcs; c; c = c->next) {

@@ -127,6 +127,7 @@ struct send_listener {
     bool in;
     int fd;
     bool ready;
+    int64_t rest_until;                 /* no descriptor was left */
     struct pd_unix_name name;
     uint32_t left;                      /* peers that may still come */
 };

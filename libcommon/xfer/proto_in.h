@@ -110,6 +110,12 @@ int pd_x_put_error(struct pd_xfer *x, const char *run, const uint8_t *gen, const
 int pd_x_put_status(struct pd_xfer *x, const char *run, const uint8_t *gen, const char *state, const uint8_t *lease, uint64_t bytes);
 int pd_x_put_cancel(struct pd_move *m, const char *cause);
 
+/* hello.c */
+int pd_x_hello_make(struct pd_xfer *x, struct pd_err *e);       /* our own, less the fingerprint's: x->o is set */
+int pd_x_hello(struct pd_xfer *x, const void *rec, size_t n);   /* theirs: the ways are chosen and open */
+void pd_x_hello_forget(struct pd_xfer *x);      /* what transports have said in ours and is not used */
+void pd_x_tell_via(struct pd_xfer *x, char open, const char *text);     /* one more word in via_text; '(': in brackets */
+
 /* give.c */
 int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n);
 int pd_x_give_verified(struct pd_xfer *x, const void *rec, size_t n);

@@ -4,6 +4,7 @@ is right, always."""
 import json
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -244,4 +245,25 @@ except subprocess.TimeoutExpired:
     rc = "hung"
     x.kill()
 ok(rc == 6, "two of them while the reader stands still: 6, at once", (rc, x.stderr.read()))
+
+# More peers than descriptors: those that are too many wait, and nobody spins.
+x = start(kvsend("--peers", "30", "-i", f"unix-listen:{tmp}/few", "-o", "/dev/null"), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12)))
+for _ in range(200):
+    if os.path.exists(f"{tmp}/few"):
+        break
+    time.sleep(0.02)
+crowd = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+for c in crowd:
+    c.connect(f"{tmp}/few")
+time.sleep(0.5)
+ticks = []
+for wait in 1.5, 0:
+    ticks.append(sum(map(int, open(f"/proc/{x.pid}/stat").read().split()[13:15])))
+    time.sleep(wait)
+few = len(os.listdir(f"/proc/{x.pid}/fd"))
+ok(few == 12 and ticks[1] - ticks[0] < 30, "no descriptor is left for a peer: it waits, and the processor is let alone", (few, ticks))
+for c in crowd:
+    c.close()
+x.kill()
+x.wait()
 tap.done()
