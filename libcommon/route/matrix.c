@@ -2,8 +2,9 @@
 #include "../wire/pack.h"
 #include "../wire/value.h"
 #include "matrix.h"
+#include "registry.h"
 
-const char *const pd_match_names[] = { "ok", "converted", "convertible", "refused", "apart" };
+const char *const pd_match_names[] = { "ok", "converted", "convertible", "refused", "apart", "itself" };
 
 static bool among(struct pd_str key, const char *const *names)
 {
@@ -76,17 +77,21 @@ int pd_matrix_make(const struct pd_worker_rec *w, uint32_t n, struct pd_matrix *
     int rc = PD_ENOMEM;
     if (!(m->p = pd_calloc(n, sizeof *m->p, "workers", e)) || !(m->d = pd_calloc(n, sizeof *m->d, "workers", e)))
         goto out;
-    for (uint32_t i = 0; i < n; i++)
-        if (!strcmp(w[i].role, "prefill"))
+    for (uint32_t i = 0; i < n; i++) {
+        if (pd_worker_can_give(&w[i]))
             m->p[m->n_p++] = &w[i];
-        else
+        if (pd_worker_can_decode(&w[i]))
             m->d[m->n_d++] = &w[i];
+    }
     if (!(m->m = pd_calloc((size_t)m->n_p * m->n_d, sizeof *m->m, "pairs", e)) || !(m->why = pd_calloc((size_t)m->n_p * m->n_d, sizeof *m->why, "pairs", e)))
         goto out;
     rc = 0;
-    for (uint32_t i = 0; i < m->n_p * m->n_d && rc == 0; i++)
-        if ((rc = pd_match(m->p[i / m->n_d], m->d[i % m->n_d], &m->m[i], &m->why[i], e)) == 0)
-            rc = pd_buf_add(&m->why[i], "", 1, e);
+    for (uint32_t i = 0; i < m->n_p * m->n_d && rc == 0; i++) {
+        const struct pd_worker_rec *p = m->p[i / m->n_d], *d = m->d[i % m->n_d];
+        m->m[i] = PD_M_SELF;
+        rc = p == d ? 0 : pd_match(p, d, &m->m[i], &m->why[i], e);
+        rc = rc ? rc : pd_buf_add(&m->why[i], "", 1, e);
+    }
 out:
     if (rc)
         pd_matrix_free(m);
@@ -160,6 +165,8 @@ int pd_matrix_records(const struct pd_matrix *m, struct pd_buf *out, struct pd_e
     struct pd_packer k;
     pd_pack_init(&k, out, e);
     for (uint32_t i = 0; i < m->n_p * m->n_d; i++) {
+        if (m->m[i] == PD_M_SELF)
+            continue;
         msgpack_pack_map(&k.pk, 6);
         pd_pack_text(&k, "pd");
         pd_pack_text(&k, "pair");

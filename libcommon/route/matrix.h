@@ -5,12 +5,13 @@
  *   convertible   only fields differ that a conversion could bridge (block_size, order, tp), and the decode worker has no leave for it: refused
  *   refused       another field differs: each is named, with both values
  *   apart         of different epochs, which never exchange KV
+ *   itself        one worker that does either
  */
 #ifndef PD_ROUTE_MATRIX_H
 #define PD_ROUTE_MATRIX_H
 #include "../wire/record.h"
 
-enum pd_match { PD_M_OK, PD_M_CONVERTED, PD_M_CONVERTIBLE, PD_M_REFUSED, PD_M_APART };
+enum pd_match { PD_M_OK, PD_M_CONVERTED, PD_M_CONVERTIBLE, PD_M_REFUSED, PD_M_APART, PD_M_SELF };
 extern const char *const pd_match_names[];
 /* why: "rope_theta differs (prefill 10000, decode 500000); ...", appended; nothing when all agrees. PD_ECORRUPT: a fingerprint that is none. */
 int pd_match(const struct pd_worker_rec *p, const struct pd_worker_rec *d, enum pd_match *out, struct pd_buf *why, struct pd_err *e);

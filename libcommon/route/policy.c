@@ -80,14 +80,14 @@ static uint64_t cost(const struct pd_member *m, bool prefills, bool decodes)
     return (prefills ? ahead : 0) + (decodes ? m->own.blocks + m->foreign.blocks : 0);
 }
 
-/* Workers of one side, with what keeps each away that does not depend on the other side. */
-static void list(struct pd_registry *r, struct pd_decision *o, bool giving)
+/* Workers of one side, with what keeps each away that does not depend on the other side. split: each has one side, that of its role or the one it prefers. */
+static void list(struct pd_registry *r, struct pd_decision *o, bool giving, bool split)
 {
     const struct pd_need *q = &o->need;
     struct pd_candidate *row = giving ? o->p_row : o->d_row;
     uint32_t *n = giving ? &o->n_p : &o->n_d;
     for (struct pd_member *m = r->first; m; m = m->next) {
-        if (m->known ? pd_member_gives(m) != giving : giving)
+        if (m->known ? !(giving ? pd_member_gives(m) : split ? pd_member_decodes(m) : pd_member_can_decode(m)) : giving)
             continue;
         if (*n == PD_MAX_CANDIDATES) {
             o->left_out++;
@@ -250,8 +250,8 @@ void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_deci
     o->n_p = o->n_d = o->left_out = 0;
     bool pair = need->policy == PD_POLICY_FIXED && !need->local && need->like < 0;
     if (pair)
-        list(r, o, true);
-    list(r, o, false);
+        list(r, o, true, true);
+    list(r, o, false, pair);
     if (pair)
         choose_pair(r, o);
     else

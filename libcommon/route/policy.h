@@ -1,7 +1,8 @@
 /* Where a run goes: the workers that may do it, why the others may not, and the choice. Pure: the same registry and need give the same decision.
  *
  *   aggregated   all of it on one worker of role both or decode
- *   fixed        prefill on a worker of role prefill, decode on another of role decode or both; KV goes between the two
+ *   fixed        prefill on a worker of role prefill, decode on another of role decode; KV goes between the two. One of role both has the side that it prefers,
+ *                and runs whole requests where no KV can be had
  * A policy is a function from candidates to a pair (policy.c, `choose_*`); what may be a candidate at all is the same for all of them.
  *
  * Epochs. New runs go to the newest epoch that has a ready worker for each role that the policy needs; pairs are of one epoch. Exclusions carry what differs.

@@ -193,4 +193,12 @@ void pd_member_give_back(struct pd_member *m, struct pd_share s)
     m->own.blocks -= s.blocks;
 }
 
+bool pd_worker_can_give(const struct pd_worker_rec *w)
+{
+    bool can = !strcmp(w->role, "prefill");
+    for (uint32_t i = 0; i < w->n_caps && !can; i++)
+        can = pd_str_eq(w->caps[i], PD_CAP_GIVES);
+    return can;
+}
+
 const char *pd_member_name(const struct pd_member *m) { return m->known ? m->said.worker.p : m->at; }

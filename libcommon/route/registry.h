@@ -53,7 +53,12 @@ int pd_registry_said(struct pd_registry *r, struct pd_member *m, const void *rec
 void pd_member_take(struct pd_member *m, struct pd_share s);
 void pd_member_give_back(struct pd_member *m, struct pd_share s);
 const char *pd_member_name(const struct pd_member *m);          /* as it calls itself, else where it listens */
-static inline bool pd_member_gives(const struct pd_member *m) { return !strcmp(m->said.role, "prefill"); }
+bool pd_worker_can_give(const struct pd_worker_rec *w);         /* KV, to others; */
+static inline bool pd_worker_can_decode(const struct pd_worker_rec *w) { return strcmp(w->role, "prefill") != 0; }      /* decode it, and run whole requests */
+static inline bool pd_member_can_give(const struct pd_member *m) { return m->known && pd_worker_can_give(&m->said); }
+static inline bool pd_member_can_decode(const struct pd_member *m) { return m->known && pd_worker_can_decode(&m->said); }
+/* In a split where each worker has one side: of role both, the one that it prefers. */
+static inline bool pd_member_gives(const struct pd_member *m) { return pd_member_can_give(m) && (!pd_member_can_decode(m) || !strcmp(m->said.prefer, "prefill")); }
 static inline bool pd_member_decodes(const struct pd_member *m) { return m->known && !pd_member_gives(m); }
 
 /* May KV go from p to d? *why (the registry's): the field that differs and both values, or NULL. admit: PD_CONV_* (../kv/convert.h) that d converts; *converts

@@ -168,9 +168,11 @@ struct pd_load {
     uint64_t prefill_tokens_ahead;      /* prompt tokens taken in and not yet computed */
     uint64_t kv_tokens;                 /* tokens whose KV running sequences read at each step */
 };
+#define PD_CAP_GIVES "gives"
 struct pd_worker_rec {
     struct pd_str worker;               /* role@host:pid, as in results and events */
     char role[12], state[12];           /* "prefill" "decode" "both"; "starting" "ready" "draining" "gone" */
+    char prefer[12];                    /* of role both, "prefill" or "decode": its side where each worker has one. "": decode */
     struct pd_str model_revision, numerics, domain;
     uint8_t fp_sha[PD_SHA_LEN]; struct pd_bin fp_fields;
     struct pd_kv_layout layout;
@@ -179,7 +181,7 @@ struct pd_worker_rec {
     struct pd_capacity capacity;
     struct pd_load load;
     struct pd_str *via; uint32_t n_via;         /* transfer schemes, best first */
-    struct pd_str *caps; uint32_t n_caps;       /* "in_place", "resume", "held" */
+    struct pd_str *caps; uint32_t n_caps;       /* "in_place", "resume", "held"; "gives": other workers get KV from it */
     uint64_t epoch;
     struct pd_str listen;               /* "unix:/absolute/path"; absent: it listens nowhere (--describe) */
     uint8_t life[8]; bool has_life;     /* the first half of each generation this process gives */

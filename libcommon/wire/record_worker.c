@@ -65,7 +65,7 @@ static const struct pd_field field[] = {
     { "model_revision", PD_F_STR, PD_FF_REQ, W(model_revision) }, { "fingerprint", PD_F_CUSTOM, PD_FF_REQ, W(fp_sha), .enc = enc_fp, .dec = dec_fp },
     MAP(layout, layout), MAP(parallel, parallel), MAP(adapters, adapters), MAP(capacity, capacity), MAP(load, load),
     { "domain", PD_F_STR, PD_FF_REQ, W(domain) }, MAP(via, via), MAP(caps, caps), { "epoch", PD_F_U64, PD_FF_REQ, W(epoch) },
-    { "numerics", PD_F_STR, PD_FF_REQ, W(numerics) }, { "listen", PD_F_STR, 0, W(listen) },
+    { "numerics", PD_F_STR, PD_FF_REQ, W(numerics) }, { "listen", PD_F_STR, 0, W(listen) }, { "prefer", PD_F_CHARS, 0, W(prefer) },
     { "life", PD_F_BYTES, PD_FF_HAS, W(life), .aux = offsetof(struct pd_worker_rec, has_life) },
     { "boot", PD_F_BYTES, PD_FF_HAS, W(boot), .aux = offsetof(struct pd_worker_rec, has_boot) }, { "netns", PD_F_U64, PD_FF_NZ, W(netns) },
     { "pid", PD_F_U32, PD_FF_NZ, W(pid) }, { "beat_us", PD_F_I64, PD_FF_NZ, W(beat_us) }, { "seq", PD_F_U64, PD_FF_NZ, W(seq) } };
@@ -83,15 +83,16 @@ static int one_of(const char *name, const char *v, const char *const *word, stru
     for (const char *const *s = word; *s; s++)
         if (!strcmp(v, *s))
             return 0;
-    return pd_fail(e, PD_ECORRUPT, "worker: %s '%s' is not known here (one of %s, %s, %s is)", name, v, word[0], word[1], word[2]);
+    return pd_fail(e, PD_ECORRUPT, "worker: %s '%s' is not known here (one of %s, %s%s%s is)", name, v, word[0], word[1], word[2] ? ", " : "", word[2] ? word[2] : "");
 }
 
 int pd_worker_rec_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_worker_rec *w, struct pd_err *e)
 {
-    static const char *const roles[] = { "prefill", "decode", "both", NULL }, *const states[] = { "ready", "draining", "starting", "gone", NULL };
+    static const char *const roles[] = { "prefill", "decode", "both", NULL }, *const states[] = { "ready", "draining", "starting", "gone", NULL }, *const sides[] = { "prefill", "decode", NULL };
     *w = (struct pd_worker_rec){ 0 };
     int rc = pd_table_decode(&table, rec, n, a, w, e);
-    if (rc || (rc = one_of("role", w->role, roles, e)) || (rc = one_of("state", w->state, states, e)))
+    if (rc || (rc = one_of("role", w->role, roles, e)) || (rc = one_of("state", w->state, states, e)) ||
+        (*w->prefer && (rc = one_of("prefer", w->prefer, sides, e))))
         return rc;
     if (!w->worker.n)
         return pd_fail(e, PD_ECORRUPT, "worker: its name is empty");

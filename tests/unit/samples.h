@@ -107,7 +107,7 @@ static inline struct pd_worker_rec sample_worker(void)
 {
     struct pd_kvdesc d = sample_kv(true);
     static struct pd_str adapter[] = { { "base@1", 6 }, { "fine@2", 6 } };
-    struct pd_worker_rec w = { .worker = STR("decode@host:17"), .role = "both", .state = "ready", .model_revision = STR("SmolLM2@0123456789ab"), .numerics = STR("cpu-f32-1"),
+    struct pd_worker_rec w = { .worker = STR("decode@host:17"), .role = "both", .state = "ready", .prefer = "prefill", .model_revision = STR("SmolLM2@0123456789ab"), .numerics = STR("cpu-f32-1"),
         .domain = STR("rack-1"), .fp_fields = d.fp_fields, .layout = d.layout, .parallel = { 1, 2, 3 }, .adapters = adapter, .n_adapters = 2,
         .capacity = { .blocks = 4096, .block_size = 16, .max_seqs = 64, .max_runs = 256, .context = 8192 },
         .load = { .runs = 5, .waiting = 2, .seqs = 7, .blocks_used = 93, .blocks_leased = 12, .prefill_tokens_ahead = 1ull << 40, .kv_tokens = 1481 },

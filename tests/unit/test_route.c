@@ -31,20 +31,25 @@ static void fields(struct pd_buf *b, int64_t theta, int64_t block, const char *n
     assert_int_equal(k.rc, 0);
 }
 
-struct who { const char *at, *role, *state; uint64_t epoch; int64_t theta, block; const char *numerics; struct pd_load load; struct pd_capacity cap; unsigned convert; };
+struct who { const char *at, *role, *state; uint64_t epoch; int64_t theta, block; const char *numerics; struct pd_load load; struct pd_capacity cap; unsigned convert;
+    const char *prefer /* and it gives */; };
 #define READY(a, r) { .at = a, .role = r, .state = "ready", .theta = 10000, .block = 16, .numerics = "x", .cap = { 1000, 16, 8, 64, 4096 } }
 
 static void record(const struct who *w, struct pd_buf *out)
 {
     struct pd_buf fp = { 0 };
     fields(&fp, w->theta, w->block, w->numerics);
-    struct pd_str caps[PD_CONV_CAPS];
+    struct pd_str caps[PD_CONV_CAPS + 1];
     struct pd_worker_rec r = { .caps = caps, .n_caps = pd_conv_caps(w->convert, caps), .worker = { w->at, strlen(w->at) }, .model_revision = { "m@0", 3 }, .numerics = { w->numerics, strlen(w->numerics) },
         .domain = { "local", 5 },
         .fp_fields = { fp.p, fp.n }, .parallel = { 1, 1, 1 }, .capacity = w->cap, .load = w->load, .epoch = w->epoch, .layout = { .block_size = 16,
             .dtype = "f16",
         .order = "HND" } };
     snprintf(r.role, sizeof r.role, "%s", w->role);
+    if (w->prefer) {
+        snprintf(r.prefer, sizeof r.prefer, "%s", w->prefer);
+        caps[r.n_caps++] = (struct pd_str){ PD_CAP_GIVES, strlen(PD_CAP_GIVES) };
+    }
     snprintf(r.state, sizeof r.state, "%s", w->state);
     assert_int_equal(pd_sha256(fp.p, fp.n, r.fp_sha, &e), 0);
     if (pd_worker_rec_encode(&r, out, &e))
@@ -128,6 +133,27 @@ static void the_least_loaded_is_chosen(void **state)
     for (int i = 0; i < 3; i++)
         say(busy, 5 + i);
     assert_true(b->disagrees);
+}
+
+static void a_worker_of_both_roles_has_the_side_that_it_prefers(void **state)
+{
+    struct who w[] = { READY("unix:/a", "both"), READY("unix:/b", "both"), READY("unix:/old", "both") };
+    w[0].prefer = "prefill";
+    w[1].prefer = "decode";             /* the third one cannot give */
+    struct pd_member *a = say(w[0], 1), *b = say(w[1], 1), *old = say(w[2], 1);
+    struct pd_need pair = need(PD_POLICY_FIXED), whole = need(PD_POLICY_AGGREGATED);
+    assert_true(pd_member_can_give(a) && pd_member_can_give(b) && !pd_member_can_give(old) && pd_member_can_decode(a));
+    assert_true(pd_member_gives(a) && !pd_member_decodes(a) && !pd_member_gives(b) && pd_member_decodes(b) && pd_member_decodes(old));
+    pd_decide(&reg, &pair, &dec);
+    assert_true(dec.outcome == PD_CHOSEN && dec.p == a && dec.d == b && dec.n_p == 1 && dec.n_d == 2);
+    pd_decide(&reg, &whole, &dec);
+    assert_true(dec.outcome == PD_CHOSEN && dec.n_d == 3);
+    b->behind = old->behind = true;
+    pd_decide(&reg, &whole, &dec);      /* whatever it prefers */
+    assert_true(dec.outcome == PD_CHOSEN && dec.d == a);
+    pair.local = true;                  /* as a fallback too */
+    pd_decide(&reg, &pair, &dec);
+    assert_true(dec.outcome == PD_CHOSEN && dec.d == a && dec.mode == PD_MODE_LOCAL);
 }
 
 static void who_has_much_to_read_gets_nothing_new(void **state)
@@ -427,6 +453,15 @@ static void the_matrix_names_what_differs(void **state)
     assert_int_equal(pd_matrix_make(r + 3, 2, &m, &e), 0);
     assert_int_equal(pd_matrix_needed(&m, &e), 0);
     pd_matrix_free(&m);
+    struct who any = READY("any", "both");
+    any.prefer = "decode";
+    b[3].n = 0;
+    record(&any, &b[3]);
+    assert_int_equal(pd_worker_rec_decode(b[3].p, b[3].n, &mem, &r[3], &e), 0);
+    assert_int_equal(pd_matrix_make(r + 3, 2, &m, &e), 0);      /* it gives too, and never to itself */
+    assert_true(m.n_p == 1 && m.n_d == 2 && m.m[0] == PD_M_SELF && m.m[1] == PD_M_REFUSED);
+    assert_int_equal(pd_matrix_needed(&m, &e), PD_EINCOMPAT);
+    pd_matrix_free(&m);
     for (int i = 0; i < 5; i++)
         pd_buf_free(&b[i]);
     pd_buf_free(&text);
@@ -436,7 +471,7 @@ static void the_matrix_names_what_differs(void **state)
 int main(void)
 {
 #define T(f) cmocka_unit_test_teardown(f, clean)
-    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(who_has_much_to_read_gets_nothing_new), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
+    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(a_worker_of_both_roles_has_the_side_that_it_prefers), T(who_has_much_to_read_gets_nothing_new), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
         T(no_kv_crosses_epochs),
         T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs) };
     return cmocka_run_group_tests(tests, NULL, NULL);

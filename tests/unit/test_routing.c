@@ -90,7 +90,7 @@ static void workers_come_back(void **state)
     assert_int_equal(pd_kind_of(b.p, b.n), PD_K_WORKER);
     assert_int_equal(pd_worker_rec_decode(b.p, b.n, &a, &w, &e), 0);
     memset(b.p, 0, b.n);
-    assert_true(pd_str_eq(w.worker, "decode@host:17") && !strcmp(w.role, "both") && !strcmp(w.state, "ready") && pd_str_eq(w.listen, "unix:/run/pd/d0"));
+    assert_true(pd_str_eq(w.worker, "decode@host:17") && !strcmp(w.role, "both") && !strcmp(w.state, "ready") && !strcmp(w.prefer, "prefill") && pd_str_eq(w.listen, "unix:/run/pd/d0"));
     assert_true(w.n_adapters == 2 && pd_str_eq(w.adapters[1], "fine@2") && w.n_via == 2 && pd_str_eq(w.via[0], "shm") && w.n_caps == 3);
     assert_memory_equal(&w.load, &in.load, sizeof w.load);
     assert_memory_equal(&w.capacity, &in.capacity, sizeof w.capacity);
@@ -103,10 +103,11 @@ static void workers_come_back(void **state)
     in.beat_us = 0;
     in.seq = 0;
     in.n_adapters = 0;
+    *in.prefer = 0;
     b.n = 0;
     assert_int_equal(pd_worker_rec_encode(&in, &b, &e), 0);
     assert_int_equal(pd_worker_rec_decode(b.p, b.n, &a, &w, &e), 0);
-    assert_true(!w.listen.p && !w.has_life && !w.has_boot && !w.pid && !w.beat_us && !w.seq && !w.n_adapters);
+    assert_true(!w.listen.p && !w.has_life && !w.has_boot && !w.pid && !w.beat_us && !w.seq && !w.n_adapters && !*w.prefer);
     pd_arena_free(&a);
     pd_buf_free(&b);
 }
@@ -133,6 +134,7 @@ static void bad_workers_are_told(void **state)
 #define BAD(change, why) (w = sample_worker(), change, worker_refused(&w, why))
     BAD(strcpy(w.role, "cook"), "role 'cook' is not known");
     BAD(strcpy(w.state, "asleep"), "state 'asleep' is not known");
+    BAD(strcpy(w.prefer, "both"), "prefer 'both' is not known here (one of prefill, decode is)");
     BAD(w.worker.n = 0, "name is empty");
     BAD(w.fp_sha[3] ^= 1, "fingerprint.sha is not the SHA-256");
     BAD(w.capacity.block_size = 32, "block_size 32");
