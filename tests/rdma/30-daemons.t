@@ -10,6 +10,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 if "RDMA_VM" not in os.environ:
     print("1..0 # skip not in the guest of scripts/rdma-vm")
     sys.exit()
+import cancels
 import pdset
 import tap
 from pdset import ARGS, Router, Worker, check
@@ -92,6 +93,14 @@ ok(got(R, runs) == want(runs, 1), "cut: the link is dead: the same tokens", (got
 ok(all(x["mode"] == "remote" and x["kv_bytes"] > 0 for r in runs for x in R.of(r, "result")), "cut: they went on over the next connection", [R.of(r, "result") for r in runs])
 ok("inline (rdma: 10.9.1.2 did not answer" in open(P.err_path).read(), "cut: by another way, and it is said", open(P.err_path).read())
 close("cut", R, P, D)
+
+# ---- cancels
+s = cancels.Sweep("rdma", p_env=A, d_env=D_ENV)
+took, states = s.many(60)
+ok(max(took) < 1, f"{len(took)} cancels, all is free after {max(took) * 1e3:.0f} ms at most", took)
+ok({"expected", "prefilled", "offered", "accepted", "done, unverified", "verified", "committed", "decoding"} <= set(states), "in every state", states)
+wrong = s.end()
+ok(not wrong, "cancels: both drain, and the merged log keeps every rule", wrong)
 
 # ---- pd-kvsend, two of them
 with open(f"{tmp.name}/a.kv", "wb") as f:
