@@ -1,7 +1,8 @@
-/* pd-bench: measures. Verbs: engine (the rows of make bench-engine), logits (for comparing engines). */
+/* pd-bench: measures. Verbs: engine (the rows of make bench-engine), logits (for comparing engines), gen (a workload). */
 #include <stdio.h>
 #include "../libcommon/engine/measure.h"
 #include "../libcommon/engine/options.h"
+#include "../libcommon/sim/gen.h"
 
 static char *tests, *ids;
 static int reps = 5, all;
@@ -76,16 +77,33 @@ static int logits(struct pd_err *e)
     return rc;
 }
 
+static struct poptOption gen_options[] = { { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_gen_options, 0, "The workload:", NULL }, PD_CLI_COMMON };
+static const struct verb { const char *name, *args; const struct poptOption *options; int (*run)(struct pd_err *e); } verbs[] = {
+    { "engine", "engine -m MODEL", options, engine },
+    { "logits", "logits -m MODEL --ids FILE -o FILE", options, logits },
+    { "gen", "gen -o FILE", gen_options, pd_gen_run },
+};
+enum { VERBS = sizeof verbs / sizeof *verbs };
+static const struct verb *verb;
+
 static int run(const char **args, int *status, struct pd_err *e)
 {
-    if (args[0] && !args[1] && !strcmp(args[0], "engine"))
-        return engine(e);
-    if (args[0] && !args[1] && !strcmp(args[0], "logits"))
-        return logits(e);
-    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (engine, logits)", args[0] ? args[1] ? args[1] : args[0] : "");
+    for (int i = 0; !verb && args[0] && i < VERBS; i++)
+        if (!strcmp(args[0], verbs[i].name) && verbs[i].options != options)
+            return pd_fail(e, PD_EUSAGE, "'%s': the verb comes first (pd-bench %s)", args[0], verbs[i].args);
+        else if (!strcmp(args[0], verbs[i].name))
+            verb = &verbs[i];
+    if (verb && !args[1])
+        return verb->run(e);
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (engine, logits, gen)", args[0] ? args[1] ? args[1] : args[0] : "");
 }
 
+/* Each verb has its own options; engine's and logits' may stand before it, too. */
 int main(int argc, char **argv)
 {
-    return pd_cli_main("pd-bench", options, "engine|logits -m MODEL", argc, argv, pd_engine_version, run);
+    for (int i = 0; argc > 1 && i < VERBS; i++)
+        if (!strcmp(argv[1], verbs[i].name))
+            verb = &verbs[i];
+    return pd_cli_main("pd-bench", verb ? verb->options : options, verb ? verb->args : "engine|logits -m MODEL | gen -o FILE; pd-bench VERB --help", argc, argv,
+                       pd_engine_version, run);
 }

@@ -1,16 +1,19 @@
 # Bash completion for the pd commands. Options come from the command's own --help, so they are never out of date.
 
 _pd_options() {
-    "$1" --help 2>/dev/null | grep -oE -- '(^|[ ,])--?[A-Za-z0-9][A-Za-z0-9-]*' | tr -d ' ,' | sort -u
+    "$@" --help 2>/dev/null | grep -oE -- '(^|[ ,])--?[A-Za-z0-9][A-Za-z0-9-]*' | tr -d ' ,' | sort -u
 }
 
 _pd() {
-    local cmd=$1 cur=$2 prev=$3 name=${1##*/} words
+    local cmd=$1 cur=$2 prev=$3 name=${1##*/} words verb=
     COMPREPLY=()
 
     # --name=value arrives here as three words.
     if [[ $cur == = ]]; then cur= ; elif [[ $prev == = ]]; then prev=${COMP_WORDS[COMP_CWORD - 2]}; fi
     [[ ${COMP_WORDS[COMP_CWORD]} != = ]] || prev=${COMP_WORDS[COMP_CWORD - 1]}
+
+    # Each verb of pd-bench has its own options.
+    if [[ $name == pd-bench && $COMP_CWORD -gt 1 && ${COMP_WORDS[1]} != -* ]]; then verb=${COMP_WORDS[1]}; fi
 
     case $prev in
         --format) words="json msgpack" ;;
@@ -23,12 +26,14 @@ _pd() {
         --policy) words="aggregated fixed" ;;
         --role) words="decode both" ;;
         --via) words="shm,inline shm,rdma,tcp,inline shm rdma tcp,inline tcp inline" ;;
+        --arrivals) words="poisson gamma onoff even trace" ;;
+        --prefix) words="cold partial full trace" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
         --chunk | -t | --threads | --block-size | --seed | --epoch | --domain | --bound | --last | --trace-max) return ;;
         -m | --model | -i | --input | -o | --output | --trace | --ids | --out | --key-file | --streams | --with) compopt -o default 2>/dev/null; return ;;
     esac
 
-    if [[ -z $words && $cur == -* ]]; then words=$(_pd_options "$cmd"); fi
+    if [[ -z $words && $cur == -* ]]; then words=$(_pd_options "$cmd" ${verb:+"$verb"}); fi
 
     if [[ -z $words ]]; then
         local i verbs=()
@@ -40,7 +45,7 @@ _pd() {
                 if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow kv verify"
                 elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice convert salvage png"
                 fi ;;
-            pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits" ;;
+            pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits gen" ;;
         esac
     fi
 
