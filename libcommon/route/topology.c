@@ -64,6 +64,8 @@ const struct pd_way *pd_topology_way(const struct pd_topology *t, int from, int 
     return &t->way[from < 0 || to < 0 ? PD_NEAR_CROSS : t->matrix[(size_t)from * t->n + (size_t)to]];
 }
 
+const struct pd_way *pd_topology_class(const struct pd_topology *t, enum pd_near near) { return &t->way[near]; }
+
 int pd_topology_around(const struct pd_topology *t, int at, enum pd_near near)
 {
     int found = -1;

@@ -38,8 +38,8 @@ struct pd_spot { int domain /* -1: none that the file knows */; bool maintenance
 struct pd_spot pd_topology_spot(const struct pd_topology *t, const char *at, struct pd_str worker, struct pd_str domain);
 /* From a domain to another, or inside one; -1: as if from elsewhere. Never NULL. */
 const struct pd_way *pd_topology_way(const struct pd_topology *t, int from, int to);
-/* The path of two workers without a file: who says the same domain is local to the other. */
-const struct pd_way *pd_way_of_class(enum pd_near near);
+const struct pd_way *pd_topology_class(const struct pd_topology *t, enum pd_near near);         /* of the file */
+const struct pd_way *pd_way_of_class(enum pd_near near);        /* without one */
 
 /* What was filled from classes, in a line for a person: "6 of 15 pairs of domains are as their class (hostA1 and hostB1 first), ...". "" when nothing was. */
 int pd_topology_filled(const struct pd_topology *t, struct pd_buf *out, struct pd_err *e);
