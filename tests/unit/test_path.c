@@ -60,6 +60,8 @@ static void without_a_file(void **state)
     assert_true(p95_of(&v, MIB) == 4 * p50_of(&v, MIB));        /* wide, as nothing is known */
     assert_int_equal(view(x, &p, &far, MIB, 0).near, PD_NEAR_CROSS);
     assert_int_equal(view(x, &none, &d, MIB, 0).near, PD_NEAR_CROSS);
+    none = pd_path_end_of(x, "unix:f", (struct pd_str){ NULL, 0 }, (struct pd_str){ NULL, 0 });
+    assert_int_equal(view(x, &none, &none, MIB, 0).near, PD_NEAR_CROSS);        /* who says nothing is near to nobody */
     pd_paths_free(x);
 }
 
