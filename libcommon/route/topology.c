@@ -192,7 +192,8 @@ static int make_matrix(struct pd_topo_parse *q, struct pd_err *e)
             t->matrix[(size_t)i * t->n + k] = (uint16_t)class_of(t, (int)i, (int)k);
     for (uint32_t i = 0; i < q->n_rects; i++)
         q->rect[i].depth = t->domain[q->rect[i].a].depth + t->domain[q->rect[i].b].depth;
-    qsort(q->rect, q->n_rects, sizeof *q->rect, outermost_first);
+    if (q->n_rects)
+        qsort(q->rect, q->n_rects, sizeof *q->rect, outermost_first);
     for (uint32_t i = 0; i < q->n_rects; i++)
         if ((rc = fill(q, &q->rect[i], e)) < 0)
             goto out;
@@ -243,7 +244,8 @@ int pd_topology_parse(const char *text, size_t n, const char *name, struct pd_to
     qsort(t->by_name, t->n, sizeof *t->by_name, by_key);
     if ((rc = pd_topo_read_rest(&q, e)) < 0 || (rc = make_matrix(&q, e)) < 0)
         goto out;
-    qsort(t->worker, t->n_workers, sizeof *t->worker, by_key);
+    if (t->n_workers)
+        qsort(t->worker, t->n_workers, sizeof *t->worker, by_key);
     for (uint32_t i = 1; i < t->n_workers && rc == 0; i++)
         if (!strcmp(t->worker[i].name, t->worker[i - 1].name)) {
             int one = t->worker[i].line, other = t->worker[i - 1].line;

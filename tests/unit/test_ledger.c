@@ -27,7 +27,7 @@ static struct pd_ledger *open_it(const char *at)
 static struct pd_ledger_item item(int run, const char *p, const char *d)
 {
     struct pd_ledger_item i = { .attempt = 1, .p = p, .d = d, .tokens = 100, .blocks = 7, .t_us = 1000 + run };
-    snprintf(i.run, sizeof i.run, "01JZZZZZZZZZZZZZZZZZZ%05d", run);
+    snprintf(i.run, sizeof i.run, "01JZZZZZZZZZZZZZZZZZZ%05u", (unsigned)run % 100000);
     memset(i.token, run, sizeof i.token);
     return i;
 }
