@@ -22,7 +22,8 @@ static struct poptOption ask_options[] = {
 };
 static struct poptOption options[] = {
     { "worker", '\0', POPT_ARG_ARGV, &workers, 0, "a worker to use: unix:PATH; may be repeated. Others dial in (their --register)", "ENDPOINT" },
-    { "policy", '\0', POPT_ARG_STRING, &policy, 0, "aggregated or fixed (default: fixed when there are prefill workers)", "POLICY" },
+    { "policy", '\0', POPT_ARG_STRING, &policy, 0, "aggregated, fixed, conditional, threshold:N, dynamo, llmd or random "
+        "(default: fixed when there are prefill workers, else aggregated)", "POLICY" },
     { "stream", '\0', POPT_ARG_NONE, &stream, 0, "send token records to clients that do not say (default: results alone)", NULL },
     { "early-first-token", '\0', POPT_ARG_NONE, &early, 0, "let the first token out before its KV is verified (default: hold it)", NULL },
     { "seed", '\0', POPT_ARG_STRING, &seed, 0, "of requests that bring none (default 0)", "N" },
@@ -111,11 +112,14 @@ static int serve(struct pd_err *e)
     struct pd_router_opts o = { .worker = (const char *const *)workers, .policy_given = policy != NULL, .stream = stream, .early = early };
     struct pd_daemon_opts d = { .role = "route" };
     struct pd_trace *t = NULL;
+    struct pd_policy_spec spec = { 0 };
     char name[80], host[64] = "host";
     int64_t runs = 0, tries = 0, rotate = 0, max = pd_cli_max_record(e);
     int rc = max < 0 ? e->code : pd_daemon_from_cli(&d, e);
-    if (rc == 0 && policy && !pd_policy_find(policy, &o.policy))
-        rc = pd_fail(e, PD_EUSAGE, "--policy: '%s' is not known (aggregated or fixed)", policy);
+    if (rc == 0 && policy && (rc = pd_policy_parse(policy, &spec, e)) < 0)
+        pd_err_prefix(e, "--policy");
+    o.policy = spec.kind;
+    o.policy_n = policy && strchr(policy, ':') ? spec.n : 0;
     if (rc || (rc = a_number("--seed", seed, 0, INT64_MAX, &o.seed, e)) || (rc = a_number("--max-runs", max_runs, 1, 1000000, &runs, e)) ||
         (rc = a_number("--attempts", attempts, 1, 100, &tries, e)) || (rc = a_time("--wait", wait_, &o.wait_us, e)) ||
         (rc = a_time("--suspect-after", suspect, &o.suspect_us, e)) || (rc = a_time("--gone-after", gone, &o.gone_us, e)) ||

@@ -101,6 +101,7 @@ int pd_registry_add(struct pd_registry *r, const char *at, struct pd_member **ou
         last = &(*last)->next;
     *last = m;
     r->n++;
+    r->version++;
     *out = m;
     return 0;
 }
@@ -122,6 +123,7 @@ void pd_registry_remove(struct pd_registry *r, struct pd_member *m)
         return;
     *q = m->next;
     r->n--;
+    r->version++;
     member_free(r, m);
 }
 
@@ -174,6 +176,7 @@ int pd_registry_said(struct pd_registry *r, struct pd_member *m, const void *rec
     m->fp = fp;
     m->known = true;
     m->said_us = now_us;
+    r->version++;
     reconcile(m, *fresh);
     return 0;
 }

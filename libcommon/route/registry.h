@@ -1,5 +1,5 @@
 /* The workers that a router knows: what each said last (its `worker` record), how long ago, whether it can be reached, and what was given to it and has not
- * come back. Pure: no sockets and no clock; whoever has the connections (../serve/upstream.h) tells it, policy.h reads it.
+ * come back. Pure: no sockets and no clock; whoever has the connections (../serve/upstream.h) tells it, decide.h reads it.
  *
  * The ledger. `own` is what this router has in flight at a worker, kept by pd_member_take and pd_member_give_back, so it is never behind. A heartbeat is set
  * against it: what a worker reports beyond it is somebody else's work (`foreign`, the smaller of its last two reports, since each is a little old), and counts
@@ -38,6 +38,7 @@ struct pd_fp_pair { uint8_t verdict[2], needs; char *why[2]; };
 #define PD_MAX_FPS 64
 struct pd_registry {                    /* zero-initialise */
     struct pd_member *first; uint32_t n;        /* in the order in which they were added */
+    uint64_t version;                   /* changes so far */
     struct pd_fp_kept fp[PD_MAX_FPS];
     struct pd_fp_pair pair[PD_MAX_FPS][PD_MAX_FPS];     /* [prefill][decode] */
 };

@@ -1,4 +1,4 @@
-/* The router: requests of many clients in, each given to workers by a policy (../route/policy.h), tokens and results back.
+/* The router: requests of many clients in, each given to workers by a policy (../route/choose.h), tokens and results back.
  *
  * Each request becomes a run. It waits until a worker may have it, is sent with a `route` inside (../wire/routing.h), and ends with exactly one result a
  * choice,
@@ -23,12 +23,12 @@
  */
 #ifndef PD_SERVE_ROUTER_H
 #define PD_SERVE_ROUTER_H
-#include "../route/policy.h"
+#include "../route/decide.h"
 #include "../trace/event.h"
 #include "daemon.h"
 
 struct pd_router_opts {
-    enum pd_policy policy;
+    enum pd_policy policy; uint32_t policy_n;
     const char *const *worker;  /* endpoints to dial, NULL-ended or NULL; others register */
     bool policy_given;          /* else: fixed once a prefill worker is known */
     bool stream, early;         /* clients that say nothing get token records; the first token goes out before the KV is verified */

@@ -321,6 +321,7 @@ struct pd_need pd_rt_need_of(struct pd_router *r, const struct pd_rt_run *run, i
 {
     struct pd_need q = run->need;
     q.policy = r->o.policy;
+    q.policy_n = r->o.policy_n;
     q.now_us = now;
     q.tried = run->tried;
     q.n_tried = run->n_tried;
@@ -374,7 +375,7 @@ void pd_rt_note_route(struct pd_router *r, struct pd_rt_run *run, const char *re
     struct pd_err e;
     if (!r->o.trace)
         return;
-    struct pd_route_note note = { .run = run->name, .reason = reason, .fallback = pd_rt_text_of(&run->fallback), .op = run->op, .attempt = run->attempt,
+    struct pd_route_note note = { .run = run->name, .cause = reason, .fallback = pd_rt_text_of(&run->fallback), .op = run->op, .attempt = run->attempt,
                                   .resumed = run->delivered && !pd_rt_only_early(run) ? run->choice[0].sent : 0, .t_us = pd_wall_us(), .waited_us = now - run->t_accept };
     if (pd_decision_encode(&r->decision, &note, &b, &e) == 0)
         pd_trace_record(r->o.trace, b.p, b.n);

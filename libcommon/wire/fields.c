@@ -40,6 +40,8 @@ static bool present(const struct pd_field *f, const void *rec)
     case PD_F_STR: case PD_F_BIN: case PD_F_ID: case PD_F_MAP: case PD_F_CUSTOM: return AT(void *, f->off) != NULL;     /* the pointer comes first in pd_str and pd_bin */
     case PD_F_BOOL: return AT(bool, f->off);
     case PD_F_MS: return AT(double, f->off) >= 0;
+    case PD_F_INDEX: return AT(int32_t, f->off) >= 0;
+    case PD_F_SPREAD: return AT(struct pd_spread, f->off).p95 || AT(struct pd_spread, f->off).marks;
     case PD_F_U32: case PD_F_I32: return !(f->flags & PD_FF_NZ) || AT(uint32_t, f->off);
     case PD_F_U64: case PD_F_I64: return !(f->flags & PD_FF_NZ) || AT(uint64_t, f->off);
     default: return true;
@@ -91,7 +93,7 @@ static void pack_field(const struct pd_field *f, const void *rec, struct pd_pack
     }
     case PD_F_ID: case PD_F_MAP: pd_pack_raw(k, AT(struct pd_bin, f->off).p, AT(struct pd_bin, f->off).n); break;
     case PD_F_U32: msgpack_pack_uint32(pk, AT(uint32_t, f->off)); break;
-    case PD_F_I32: msgpack_pack_int32(pk, AT(int32_t, f->off)); break;
+    case PD_F_I32: case PD_F_INDEX: msgpack_pack_int32(pk, AT(int32_t, f->off)); break;
     case PD_F_I64: msgpack_pack_int64(pk, AT(int64_t, f->off)); break;
     case PD_F_U64:
         if (AT(uint64_t, f->off) > INT64_MAX && !k->rc)
@@ -100,6 +102,15 @@ static void pack_field(const struct pd_field *f, const void *rec, struct pd_pack
         break;
     case PD_F_FLOAT: pd_pack_float(k, f->name, AT(float, f->off)); break;
     case PD_F_DOUBLE: case PD_F_MS: pd_pack_float(k, f->name, AT(double, f->off)); break;
+    case PD_F_SPREAD: {
+        struct pd_spread s = AT(struct pd_spread, f->off);
+        msgpack_pack_array(pk, 2 + (s.marks != 0));
+        msgpack_pack_int64(pk, s.p50);
+        msgpack_pack_int64(pk, s.p95);
+        if (s.marks)
+            msgpack_pack_uint32(pk, s.marks);
+        break;
+    }
     case PD_F_BOOL: AT(bool, f->off) ? msgpack_pack_true(pk) : msgpack_pack_false(pk); break;
     case PD_F_I32S: {
         const int32_t *v = AT(int32_t *, f->off);
@@ -313,6 +324,22 @@ int pd_unpack_top(struct pd_bin v, struct pd_top **top, uint32_t *n, struct pd_u
     return 0;
 }
 
+static int unpack_spread(const char *name, struct pd_bin v, struct pd_spread *out, struct pd_unpack *u)
+{
+    struct pd_iter it;
+    struct pd_bin x;
+    int64_t n[3] = { 0 };
+    if (!pd_iter_open(&it, v, PD_T_ARRAY) || it.left < 2 || it.left > 3)
+        return wrong(name, "a list of two or three whole numbers", v, u);
+    for (int i = 0; pd_iter_next(&it, &x); i++)
+        if (!pd_get_int(x, &n[i]))
+            return wrong(name, "a list of whole numbers", x, u);
+    if (n[0] < 0 || n[0] > n[1] || n[1] > PD_SPREAD_MOST || n[2] < 0 || n[2] > PD_SPREAD_ALL)
+        return pd_fail(u->e, u->code, "%s: P50 %lld, P95 %lld, marks %lld make no sense", name, (long long)n[0], (long long)n[1], (long long)n[2]);
+    *out = (struct pd_spread){ n[1], n[0], (uint32_t)n[2] };
+    return 0;
+}
+
 #define PUT(T, off) (*(T *)((char *)rec + (off)))
 
 static int unpack_field(const struct pd_field *f, struct pd_bin v, void *rec, struct pd_unpack *u)
@@ -366,8 +393,8 @@ static int unpack_field(const struct pd_field *f, struct pd_bin v, void *rec, st
         if (!(rc = pd_unpack_int(f->name, v, 0, UINT32_MAX, &i, u)))
             PUT(uint32_t, f->off) = (uint32_t)i;
         return rc;
-    case PD_F_I32:
-        if (!(rc = pd_unpack_int(f->name, v, INT32_MIN, INT32_MAX, &i, u)))
+    case PD_F_I32: case PD_F_INDEX:
+        if (!(rc = pd_unpack_int(f->name, v, f->type == PD_F_INDEX ? 0 : INT32_MIN, INT32_MAX, &i, u)))
             PUT(int32_t, f->off) = (int32_t)i;
         return rc;
     case PD_F_I64: return pd_unpack_int(f->name, v, INT64_MIN, INT64_MAX, &PUT(int64_t, f->off), u);
@@ -377,6 +404,7 @@ static int unpack_field(const struct pd_field *f, struct pd_bin v, void *rec, st
         return rc;
     case PD_F_FLOAT: return pd_unpack_float(f->name, v, &PUT(float, f->off), u);
     case PD_F_DOUBLE: case PD_F_MS: return unpack_double(f->name, v, &PUT(double, f->off), u);
+    case PD_F_SPREAD: return unpack_spread(f->name, v, &PUT(struct pd_spread, f->off), u);
     case PD_F_BOOL: return pd_get_bool(v, &PUT(bool, f->off)) ? 0 : wrong(f->name, "true or false", v, u);
     case PD_F_I32S: return pd_unpack_ids(f->name, v, &PUT(int32_t *, f->off), &PUT(uint32_t, f->aux), u);
     case PD_F_CUSTOM: return f->dec ? f->dec(rec, v, u) : 0;

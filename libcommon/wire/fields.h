@@ -23,7 +23,9 @@ enum pd_field_type {
     PD_F_DOUBLE,
     PD_F_MS,        /* double, negative: null */
     PD_F_BOOL,
+    PD_F_SPREAD,      /* struct pd_spread, left out when all 0 */
     PD_F_I32S,      /* int32_t *, list of whole numbers >= 0; count (uint32_t) at aux */
+    PD_F_INDEX,     /* int32_t, >= 0; negative: left out (whoever decodes sets it to -1 before) */
     PD_F_CUSTOM
 };
 enum {

@@ -3,7 +3,7 @@
 #include "fields.h"
 
 static const char *const kind_name[] = { "unknown", "request", "offer", "kv", "chunk", "token", "result", "error", "event", "worker", "route",
-    "hello", "accept", "done", "verified", "release", "status", "cancel", "slab", "kvevent", "carry" };
+    "hello", "accept", "done", "verified", "release", "status", "cancel", "slab", "kvevent", "carry", "outcome" };
 
 const char *pd_kind_name(enum pd_kind k)
 {

@@ -14,13 +14,18 @@
 
 enum pd_kind { PD_K_UNKNOWN, PD_K_REQUEST, PD_K_OFFER, PD_K_KV, PD_K_CHUNK, PD_K_TOKEN, PD_K_RESULT, PD_K_ERROR, PD_K_EVENT, PD_K_WORKER, PD_K_ROUTE,
                PD_K_HELLO, PD_K_ACCEPT, PD_K_DONE, PD_K_VERIFIED, PD_K_RELEASE, PD_K_STATUS, PD_K_CANCEL, PD_K_SLAB /* from PD_K_HELLO on: transfer.h */,
-               PD_K_KVEVENT /* kvevent.h */, PD_K_CARRY /* transfer.h */ };
+               PD_K_KVEVENT /* kvevent.h */, PD_K_CARRY /* transfer.h */, PD_K_OUTCOME /* record_route.h, as PD_K_ROUTE */ };
 const char *pd_kind_name(enum pd_kind k);
 /* Of a framed map, by its key `pd`: PD_K_REQUEST without one, PD_K_UNKNOWN for a name that this build does not know (pass it through). */
 enum pd_kind pd_kind_of(const void *rec, size_t n);
 
 /* Raw msgpack key/value pairs that follow one another, kept as they came. */
 struct pd_extra { const uint8_t *p; size_t n; uint32_t pairs; };
+
+/* A cost that is expected: a list of p50, p95 and, if any, marks. */
+enum { PD_SPREAD_COLD = 1, PD_SPREAD_STALE = 2, PD_SPREAD_ALL = 3 };
+#define PD_SPREAD_MOST 4000000000000  /* 46 days in us */
+struct pd_spread { int64_t p95, p50; uint32_t marks; };
 
 struct pd_message { struct pd_str role, content; struct pd_extra extra; };
 struct pd_logit_bias { int32_t token; float bias; };

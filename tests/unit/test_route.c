@@ -6,7 +6,7 @@
 #include <cmocka.h>
 #include "../../libcommon/kv/convert.h"
 #include "../../libcommon/route/matrix.h"
-#include "../../libcommon/route/policy.h"
+#include "../../libcommon/route/decide.h"
 #include "../../libcommon/wire/json.h"
 #include "../../libcommon/wire/pack.h"
 
