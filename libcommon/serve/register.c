@@ -24,8 +24,10 @@ struct poptOption pd_register_options[] = {
     POPT_TABLEEND
 };
 
-struct follower { struct pd_conn *c; bool events; struct pd_kvcursor at; struct follower *next, **prev; };
-struct router { struct pd_register *r; const char *path; struct pd_conn_opts opts; struct pd_conn *c; struct pd_timer *again; int64_t wait_us; bool stood, told, refused; };     /* told: that it is away; refused: what it says */
+struct events { bool wanted; struct pd_kvcursor at; };  /* of the prefix index, over one connection */
+struct follower { struct pd_conn *c; struct events ev; struct follower *next, **prev; };
+struct router { struct pd_register *r; const char *path; struct pd_conn_opts opts; struct pd_conn *c; struct pd_timer *again; int64_t wait_us; struct events ev;
+    bool stood, told, refused; };       /* told: that it is away; refused: what it says */
 
 struct pd_register {
     struct pd_daemon *d;
@@ -138,24 +140,45 @@ void pd_register_beat(struct pd_register *r)
             put(r, r->router[i].c);
 }
 
-/* ---- who follows ---- */
+/* ---- changes of the prefix index ---- */
 
-/* What of the index's changes there is room for. */
-static void feed(struct pd_register *r, struct follower *f)
+/* What of them there is room for. */
+static void feed(struct pd_register *r, struct pd_conn *c, struct events *ev)
 {
     struct pd_err e;
-    int more = f->events;
-    while (more == 1 && pd_conn_open(f->c) && !pd_conn_full(f->c)) {
+    int more = ev->wanted;
+    while (more == 1 && pd_conn_open(c) && !pd_conn_full(c)) {
         r->ev.n = 0;
-        more = pd_prefix_events(r->o.rt->prefix, &f->at, EVENT_BYTES, &r->ev, &e);
+        more = pd_prefix_events(r->o.rt->prefix, &ev->at, EVENT_BYTES, &r->ev, &e);
         for (size_t at = 0, n = 0; more >= 0 && at < r->ev.n; at += n) {
             n = pd_value_len(r->ev.p + at, r->ev.n - at);
-            if (pd_conn_put(f->c, r->ev.p + at, n, &e) < 0)
+            if (pd_conn_put(c, r->ev.p + at, n, &e) < 0)
                 break;          /* closed, or about to be */
         }
     }
     if (more < 0)
-        pd_conn_close(f->c, &e);
+        pd_conn_close(c, &e);
+}
+
+static void end_events(struct events *ev)
+{
+    pd_kvcursor_close(&ev->at);
+    *ev = (struct events){ 0 };
+}
+
+/* A `status` that asks for events, the first or once more: from what it names on, else from a snapshot on. */
+static void begin_events(struct pd_register *r, struct events *ev, const struct pd_rec *rec)
+{
+    struct pd_bin v, life = { NULL, 0 };
+    int64_t seq = 0;
+    bool wanted = false;
+    if (!r->o.rt->prefix || pd_map_find(rec->p, rec->n, "events", &v) != 1 || !pd_get_bool(v, &wanted))
+        return;
+    end_events(ev);
+    bool known = pd_map_find(rec->p, rec->n, "life", &v) == 1 && pd_get_bin(v, &life) && life.n == PD_LIFE_LEN && pd_map_find(rec->p, rec->n, "seq", &v) == 1 &&
+                 pd_get_int(v, &seq) && seq >= 0;
+    pd_kvcursor_open(&ev->at, r->o.rt->prefix, known ? life.p : NULL, (uint64_t)seq);
+    ev->wanted = wanted;
 }
 
 static void on_changed(void *ctx)
@@ -164,8 +187,11 @@ static void on_changed(void *ctx)
     atomic_store(&r->posted, false);
     for (struct follower *f = r->followers, *next; f; f = next) {
         next = f->next;
-        feed(r, f);
+        feed(r, f->c, &f->ev);
     }
+    for (int i = 0; i < r->n_routers; i++)
+        if (r->router[i].c)
+            feed(r, r->router[i].c, &r->router[i].ev);
 }
 
 /* On the thread that changed it. */
@@ -176,7 +202,9 @@ static void tell_change(void *ctx)
         pd_loop_post(pd_daemon_loop(r->d), &r->changed);
 }
 
-static void on_follow_room(void *ctx, struct pd_conn *c) { feed(ctx, pd_conn_get(c)); }
+/* ---- who follows ---- */
+
+static void on_follow_room(void *ctx, struct pd_conn *c) { feed(ctx, c, &((struct follower *)pd_conn_get(c))->ev); }
 
 static void on_follow_record(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
 {
@@ -185,10 +213,14 @@ static void on_follow_record(void *ctx, struct pd_conn *c, const struct pd_rec *
     struct pd_err e;
     int rc = pd_str_eq(kind, "status") ? make(r, &e)
         : pd_fail(&e, PD_EFAIL, "this connection follows; a record of kind '%.*s' belongs on another", (int)(kind.n < 40 ? kind.n : 40), kind.p);
-    if (rc < 0)
+    if (rc < 0) {
         pd_conn_put_error(c, NULL, &e, "abort");
-    else
-        put(r, c);
+        return;
+    }
+    struct events *ev = &((struct follower *)pd_conn_get(c))->ev;
+    put(r, c);
+    begin_events(r, ev, rec);
+    feed(r, c, ev);
 }
 
 static void on_follow_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
@@ -199,7 +231,7 @@ static void on_follow_gone(void *ctx, struct pd_conn *c, const struct pd_err *wh
     *f->prev = f->next;
     if (f->next)
         f->next->prev = f->prev;
-    pd_kvcursor_close(&f->at);
+    end_events(&f->ev);
     pd_free(f);
 }
 
@@ -208,7 +240,6 @@ static const struct pd_conn_cb follow_cb = { .record = on_follow_record, .room =
 
 int pd_register_follow(struct pd_register *r, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e)
 {
-    struct pd_bin v;
     struct follower *f;
     int rc = make(r, e);
     if (rc < 0)
@@ -216,16 +247,7 @@ int pd_register_follow(struct pd_register *r, struct pd_conn *c, const struct pd
     if (!(f = pd_calloc(1, sizeof *f, "a follower", e)))
         return PD_ENOMEM;
     *f = (struct follower){ .c = c, .next = r->followers, .prev = &r->followers };
-    if (pd_map_find(rec->p, rec->n, "events", &v) == 1)
-        pd_get_bool(v, &f->events);
-    f->events &= r->o.rt->prefix != NULL;
-    if (f->events) {
-        struct pd_bin life = { NULL, 0 };
-        int64_t seq = 0;
-        bool known = pd_map_find(rec->p, rec->n, "life", &v) == 1 && pd_get_bin(v, &life) && life.n == PD_LIFE_LEN && pd_map_find(rec->p, rec->n, "seq", &v) == 1 &&
-                     pd_get_int(v, &seq) && seq >= 0;
-        pd_kvcursor_open(&f->at, r->o.rt->prefix, known ? life.p : NULL, (uint64_t)seq);
-    }
+    begin_events(r, &f->ev, rec);
     if (f->next)
         f->next->prev = &f->next;
     r->followers = f;
@@ -233,7 +255,7 @@ int pd_register_follow(struct pd_register *r, struct pd_conn *c, const struct pd
     pd_conn_handle(c, &follow_cb, r);
     pd_conn_owe(c, 1);          /* for ever: also one that has ended its writing goes on reading */
     put(r, c);
-    feed(r, f);
+    feed(r, c, &f->ev);
     return 0;
 }
 
@@ -257,15 +279,21 @@ static void on_router_record(void *ctx, struct pd_conn *c, const struct pd_rec *
     struct pd_arena a = { 0 };
     struct pd_error_rec er;
     struct pd_err e;
-    (void)c;
+    if (rec->kind == PD_K_STATUS) {
+        begin_events(t->r, &t->ev, rec);
+        feed(t->r, c, &t->ev);
+    }
     if (rec->kind == PD_K_ERROR && !t->refused && (t->refused = pd_error_decode(rec->p, rec->n, &a, &er, &e) == 0))
         pd_warn("--register %s: the router says: %.*s", t->path, (int)(er.message.n < 400 ? er.message.n : 400), er.message.p);
     pd_arena_free(&a);
 }
 
+static void on_router_room(void *ctx, struct pd_conn *c) { feed(((struct router *)ctx)->r, c, &((struct router *)ctx)->ev); }
+
 static void on_router_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
 {
     struct router *t = ctx;
+    end_events(&t->ev);
     bool stood = t->stood;
     t->stood = false;
     if (stood && pd_mono_us() - pd_conn_since(c) > GOOD_US) {
@@ -296,7 +324,7 @@ static void on_router_stands(void *ctx, struct pd_conn *c)
 }
 
 /* Not even a half-closed router is left by itself. */
-static const struct pd_conn_cb router_cb = { .stands = on_router_stands, .record = on_router_record, .drain = leave_be, .gone = on_router_gone, .looks_on = true };
+static const struct pd_conn_cb router_cb = { .stands = on_router_stands, .record = on_router_record, .room = on_router_room, .drain = leave_be, .gone = on_router_gone, .looks_on = true };
 
 static void dial(void *ctx)
 {
@@ -380,11 +408,12 @@ void pd_register_free(struct pd_register *r)
     for (struct follower *f = r->followers, *next; f; f = next) {
         next = f->next;
         pd_conn_free(f->c);
-        pd_kvcursor_close(&f->at);
+        end_events(&f->ev);
         pd_free(f);
     }
     for (int i = 0; i < MOST_ROUTERS; i++) {
         pd_conn_free(r->router[i].c);
+        end_events(&r->router[i].ev);
         pd_timer_free(r->router[i].again);
     }
     pd_buf_free(&r->b);

@@ -3,9 +3,10 @@
  * The record is made from the runtime and the load of the moment. It goes at once, at each heartbeat and at each change of state to
  *   - whoever asked with a `status` record whose `follow` is true (the daemon's hook: pd_register_follow), until he closes. With `events: true` he also gets the
  *     changes of the runtime's prefix index as kvevent records, as they happen: from `life` and `seq` of his question on, where the index's ring still has
- *     them, else after a snapshot. Who reads slowly gets them slowly, and a snapshot when he fell too far behind;
+ *     them, else after a snapshot. Who reads slowly gets them slowly, and a snapshot when he fell too far behind. Another `status` with `events` on the same
+ *     connection begins anew: so one who met a gap asks for a snapshot;
  *   - each router named by --register, which is dialled, and dialled again with a back-off when it is away: 50 ms, doubled up to 2 s, a fifth of it at random,
- *     so that the workers of one router do not come back in step.
+ *     so that the workers of one router do not come back in step. A router asks for events by such a `status` on that connection.
  * Nobody who only follows keeps a draining daemon. A follower that does not read is skipped until it does: each record says all.
  *
  * A workers file is such records one after the other, as --describe prints them, in either form.
