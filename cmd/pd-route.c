@@ -11,7 +11,7 @@
 #include "../libcommon/wire/frame.h"
 #include "../libcommon/wire/stream.h"
 
-static char **workers, *workers_file, *policy, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *trace, *trace_max, *status_of;
+static char **workers, *workers_file, *policy, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *index_bytes, *trace, *trace_max, *status_of;
 static int stream, early, check;
 static struct poptOption ask_options[] = {
     { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)",
@@ -33,6 +33,7 @@ static struct poptOption options[] = {
     { "suspect-after", '\0', POPT_ARG_STRING, &suspect, 0, "a worker that is silent for so long gets nothing new (default 3s)", "TIME" },
     { "gone-after", '\0', POPT_ARG_STRING, &gone, 0, "a worker that is silent for so long counts as gone (default 10s)", "TIME" },
     { "idempotency-ttl", '\0', POPT_ARG_STRING, &key_ttl, 0, "how long what became of an idempotency_key is kept (default 10m)", "TIME" },
+    { "index-bytes", '\0', POPT_ARG_STRING, &index_bytes, 0, "memory of the index of what workers hold (default 256MiB)", "SIZE" },
     { "trace", '\0', POPT_ARG_STRING, &trace, 0, "append events and routes to FILE", "FILE" },
     { "trace-max", '\0', POPT_ARG_STRING, &trace_max, 0, "begin a new trace file past this size; the old one becomes FILE.1 (default: never)", "SIZE" },
     { NULL, '\0', POPT_ARG_INCLUDE_TABLE, ask_options, 0, "To ask:", NULL },
@@ -114,7 +115,7 @@ static int serve(struct pd_err *e)
     struct pd_trace *t = NULL;
     struct pd_policy_spec spec = { 0 };
     char name[80], host[64] = "host";
-    int64_t runs = 0, tries = 0, rotate = 0, max = pd_cli_max_record(e);
+    int64_t runs = 0, tries = 0, rotate = 0, index = 0, max = pd_cli_max_record(e);
     int rc = max < 0 ? e->code : pd_daemon_from_cli(&d, e);
     if (rc == 0 && policy && (rc = pd_policy_parse(policy, &spec, e)) < 0)
         pd_err_prefix(e, "--policy");
@@ -127,6 +128,9 @@ static int serve(struct pd_err *e)
         return rc;
     if (trace_max && (pd_parse_size(trace_max, &rotate, e) < 0 || rotate < 4096))
         return pd_fail(e, PD_EUSAGE, "--trace-max: '%s' is not a size of 4KiB or more (example: --trace-max 64MiB)", trace_max);
+    if (index_bytes && (pd_parse_size(index_bytes, &index, e) < 0 || index < 1 << 20))
+        return pd_fail(e, PD_EUSAGE, "--index-bytes: '%s' is not a size of 1MiB or more (example: --index-bytes 256MiB)", index_bytes);
+    o.index_bytes = (size_t)index;
     o.max_runs = (uint32_t)runs;
     o.attempts = (int)tries;
     o.max_record = d.max_record = (size_t)max;

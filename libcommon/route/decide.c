@@ -204,6 +204,30 @@ static uint32_t domain_of(struct pd_decision *o, struct pd_str name)
     return i;
 }
 
+static struct pd_str held_name(enum pd_held_how how)
+{
+    static const char *const name[] = { NULL, "guess", "events", "doubt" };
+    return (struct pd_str){ name[how], how ? strlen(name[how]) : 0 };
+}
+
+/* How what those hold is known who may have it. */
+static uint32_t degraded(const struct pd_decision *o)
+{
+    bool any = false, known = false;
+    uint32_t bits = 0;
+    for (int side = 0; side < 2; side++) {
+        const struct pd_candidate *c = side ? o->d_row : o->p_row;
+        for (uint32_t i = 0, n = side ? o->n_d : o->n_p; i < n; i++) {
+            if (c[i].x)
+                continue;
+            any = true;
+            known |= c[i].m->held.how != PD_HELD_NONE;
+            bits |= c[i].m->held.how == PD_HELD_GUESS ? PD_DG_APPROXIMATE : c[i].m->held.how == PD_HELD_DOUBT ? PD_DG_IN_DOUBT : 0;
+        }
+    }
+    return !o->need.exact ? PD_DG_NO_TOKEN_IDS : any && !known ? PD_DG_NO_INDEX : bits;
+}
+
 static void row(struct pd_decision *o, const struct pd_candidate *c, bool decodes, struct pd_route_row *w)
 {
     const struct pd_member *m = c->m;
@@ -225,8 +249,11 @@ static void row(struct pd_decision *o, const struct pd_candidate *c, bool decode
     w->kv_tokens = m->said.load.kv_tokens;
     w->blocks = m->own.blocks + m->foreign.blocks;
     w->blocks_most = m->said.capacity.blocks;
-    w->miss_blocks = blocks;
-    w->miss_tokens = q->prompt_tokens;
+    w->hit_blocks = m->held.blocks < blocks ? m->held.blocks : blocks;
+    w->miss_blocks = blocks - w->hit_blocks;
+    w->miss_tokens = (uint64_t)w->hit_blocks * bs < q->prompt_tokens ? q->prompt_tokens - w->hit_blocks * bs : 0;
+    w->index = held_name(m->held.how);
+    w->index_age_us = m->held.age_us;
 }
 
 static void rows(struct pd_decision *o)
@@ -263,7 +290,9 @@ static void begin(struct pd_decision *o, const struct pd_need *q)
     rec->externality = rules->externality;
     rec->input = (struct pd_route_input){ .n_tokens = q->prompt_tokens, .exact = q->exact, .max_tokens = q->max_tokens, .n = q->n, .adapter = q->adapter,
         .deadline_us = q->deadline_us, .slo = q->slo, .local = q->local, .moves = q->like >= 0, .d_given = q->d != NULL, .early = q->early };
-    rec->degraded = q->exact ? 0 : PD_DG_NO_TOKEN_IDS;
+    rec->versions.index = q->index;
+    if ((rec->input.has_digest = q->digest != NULL))
+        memcpy(rec->input.digest, q->digest, sizeof rec->input.digest);
 }
 
 void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_decision *o)
@@ -285,6 +314,7 @@ void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_deci
     for (uint32_t i = 0; i < o->n_d && !rec->input.block_size; i++)
         rec->input.block_size = o->d_row[i].x ? 0 : block_size(o->d_row[i].m);
     rows(o);
+    rec->degraded = degraded(o);
     struct pd_err e;
     if (pd_choose(rec, &e) < 0) {       /* a policy without a name: nobody made one */
         rec->chosen.any = false;

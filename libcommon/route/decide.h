@@ -28,6 +28,8 @@ struct pd_need {
     uint32_t prompt_tokens; bool exact; /* exact: the request brought token ids; else a guess from its length */
     uint32_t max_tokens, n;
     struct pd_str adapter;
+    uint64_t index;                     /* version of the prefix index that members' `held` was told by */
+    const uint8_t *digest;              /* [16] the chained hash of the prompt's last whole block; NULL: not known */
     struct pd_bin slo;                  /* raw map; or absent */
     int64_t deadline_us;                /* left of it; 0: none */
     bool early;                         /* the first token may go out before its KV is verified */

@@ -1,6 +1,9 @@
 #include "feed.h"
 
-void pd_feed_open(struct pd_feed *f, struct pd_index *x, uint32_t block_size) { *f = (struct pd_feed){ .x = x, .block_size = block_size }; }
+void pd_feed_open(struct pd_feed *f, struct pd_index *x, uint32_t block_size, uint32_t most)
+{
+    *f = (struct pd_feed){ .x = x, .block_size = block_size, .most = most };
+}
 
 void pd_feed_lost(struct pd_feed *f)
 {
@@ -30,7 +33,10 @@ static int put(struct pd_feed *f, hashes_t h, uint32_t n, const uint8_t *parent,
     static const uint8_t none[16];
     if (parent && memcmp(parent, none, 16) && !pd_index_has(f->x, f->slot, parent))
         f->orphans++;
-    return pd_index_stored(f->x, f->slot, h, n, e);
+    int rc = pd_index_stored(f->x, f->slot, h, n, e);
+    if (rc == 0 && f->most && pd_index_held(f->x, f->slot) > f->most)
+        rc = pd_fail(e, PD_ECORRUPT, "KV events of more than %u blocks, from a worker that registered so many", f->most);
+    return rc;
 }
 
 static int snapshot(struct pd_feed *f, const struct pd_kvevent *v, struct pd_err *e)

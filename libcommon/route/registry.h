@@ -14,6 +14,11 @@
 
 struct pd_share { uint32_t runs; uint64_t prefill_tokens, blocks; };    /* of a worker's load: in flight */
 
+/* How it is known what a worker holds of the prompt in hand: not; from what was sent there; from its own events; it has sent some that make no sense, and is
+ * taken to hold nothing until a snapshot comes. */
+enum pd_held_how { PD_HELD_NONE, PD_HELD_GUESS, PD_HELD_EVENTS, PD_HELD_DOUBT };
+struct pd_held { uint32_t blocks; /* full ones, from its beginning */ enum pd_held_how how; int64_t age_us; /* of the worker's last word on it */ };
+
 struct pd_member {
     struct pd_member *next;
     char *at;                           /* where it listens, "unix:/path": its key */
@@ -27,6 +32,7 @@ struct pd_member {
     int fp;                             /* which fingerprint; -1: none yet */
     struct pd_share own, foreign, reported_more;
     uint64_t given;                     /* runs, in all */
+    struct pd_held held;                /* set before each decision */
     int n_disagree;
     bool disagrees;
     void *user;

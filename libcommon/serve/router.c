@@ -4,7 +4,7 @@
 #include "../base/log.h"
 #include "router_in.h"
 
-enum { POLICY_US = 1000000, FORGET_US = 600000000 };
+enum { POLICY_US = 1000000, FORGET = 60 /* times gone_us: a worker that dialled in and is gone so long is known no more */ };
 
 /* ---- workers ---- */
 
@@ -23,7 +23,7 @@ static void know_policy(struct pd_router *r)
     r->policy_known = r->o.policy_given || (all && r->workers) || (r->workers ? pd_mono_us() - r->since >= POLICY_US : true);
 }
 
-static void said(struct pd_router *r, struct pd_rt_worker *w, const struct pd_rec *rec)
+static void said(struct pd_router *r, struct pd_rt_worker *w, enum pd_rt_from from, const struct pd_rec *rec)
 {
     struct pd_err e;
     bool fresh = false, disagreed = w->m->disagrees;
@@ -44,11 +44,14 @@ static void said(struct pd_router *r, struct pd_rt_worker *w, const struct pd_re
         pd_warn("worker %s: load_disagrees: it reports %u runs, and has %u of this router's", pd_member_name(w->m), s->load.runs, w->m->own.runs);
     }
     pd_upstream_want(w->u, ready);
+    pd_rt_feed_said(r, w, from, fresh);
     know_policy(r);
     pd_rt_dispatch(r);
 }
 
-static void on_said(void *ctx, struct pd_upstream *u, const struct pd_rec *rec) { said(ctx, pd_upstream_user(u), rec); }
+static void on_said(void *ctx, struct pd_upstream *u, const struct pd_rec *rec) { said(ctx, pd_upstream_user(u), PD_RT_FOLLOWED, rec); }
+static void on_event(void *ctx, struct pd_upstream *u, const struct pd_rec *rec) { pd_rt_feed_event(ctx, pd_upstream_user(u), PD_RT_FOLLOWED, rec); }
+static void on_silent(void *ctx, struct pd_upstream *u) { pd_rt_feed_silent(pd_upstream_user(u), PD_RT_FOLLOWED); }
 static void on_record(void *ctx, struct pd_upstream *u, const struct pd_rec *rec) { pd_rt_record(ctx, pd_upstream_user(u), rec); }
 
 static void on_up(void *ctx, struct pd_upstream *u)
@@ -76,7 +79,7 @@ static void on_down(void *ctx, struct pd_upstream *u, const struct pd_err *why)
     pd_rt_down(ctx, w, why);
 }
 
-static const struct pd_upstream_cb upstream_cb = { .said = on_said, .record = on_record, .up = on_up, .room = on_room, .down = on_down };
+static const struct pd_upstream_cb upstream_cb = { .said = on_said, .event = on_event, .silent = on_silent, .record = on_record, .up = on_up, .room = on_room, .down = on_down };
 
 static int add_worker(struct pd_router *r, const char *at, bool follow, struct pd_rt_worker **out, struct pd_err *e)
 {
@@ -100,6 +103,7 @@ static int add_worker(struct pd_router *r, const char *at, bool follow, struct p
         pd_free(w);
         return rc;
     }
+    w->named = follow;
     w->m->user = w;
     w->next = r->workers;
     r->workers = w;
@@ -115,6 +119,7 @@ static void remove_worker(struct pd_router *r, struct pd_rt_worker *w)
     *q = w->next;
     if (w->reg)
         pd_conn_set(w->reg, NULL);
+    pd_rt_feed_gone(r, w);
     pd_upstream_free(w->u);
     pd_registry_remove(&r->reg, w->m);
     pd_free(w);
@@ -130,8 +135,10 @@ static void on_register(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
     struct pd_str at;
     struct pd_err e;
     char path[300];
+    if (rec->kind == PD_K_KVEVENT && w)
+        pd_rt_feed_event(r, w, PD_RT_REGISTRATION, rec);
     if (rec->kind != PD_K_WORKER)
-        return;                 /* kvevent: the index of a later policy */
+        return;
     if (!w) {
         if (pd_map_find(rec->p, rec->n, "listen", &v) != 1 || !pd_get_str(v, &at) || at.n >= sizeof path || memchr(at.p, 0, at.n)) {
             pd_fail(&e, PD_EFAIL, "worker: listen is missing: a worker that registers says where it can be reached");
@@ -145,18 +152,21 @@ static void on_register(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
         }
         if (w->reg && w->reg != c)      /* an earlier life, or it redialled */
             pd_conn_set(w->reg, NULL);
+        pd_rt_feed_silent(w, PD_RT_REGISTRATION);
         w->reg = c;
         pd_conn_set(c, w);
     }
-    said(r, w, rec);
+    said(r, w, PD_RT_REGISTRATION, rec);
 }
 
 static void on_register_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
 {
     struct pd_rt_worker *w = pd_conn_get(c);
     (void)ctx, (void)why;
-    if (w && w->reg == c)
+    if (w && w->reg == c) {
         w->reg = NULL;
+        pd_rt_feed_silent(w, PD_RT_REGISTRATION);
+    }
 }
 
 static void leave_be(void *ctx, struct pd_conn *c) { (void)ctx, (void)c; }
@@ -213,7 +223,8 @@ static void look_at_workers(struct pd_router *r, int64_t now)
                 pd_warn("worker %s: %s; it counts as gone", pd_member_name(w->m), why.msg);
             pd_upstream_want(w->u, false);
             pd_upstream_drop(w->u, &why);
-        } else if (!w->m->own.runs && !w->reg && now - w->m->said_us > FORGET_US && pd_upstream_idle(w->u) && !r->o.worker)
+            pd_rt_feed_gone(r, w);
+        } else if (!w->m->own.runs && !w->reg && !w->named && now - w->m->said_us > FORGET * r->o.gone_us && pd_upstream_idle(w->u))
             remove_worker(r, w);
     }
 }
@@ -242,6 +253,7 @@ static void on_beat(void *ctx)
     struct pd_router *r = ctx;
     int64_t now = pd_mono_us();
     pd_rt_key_sweep(r, now);
+    pd_rt_feed_beat(r, now);
     look_at_workers(r, now);
     for (struct pd_conn *c = pd_daemon_conns(r->d)->first; c; c = pd_conn_next(c))
         if (pd_conn_handler(c) == &follow_cb && pd_conn_open(c))
@@ -281,6 +293,7 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     put(to, "retries", pd_metric_value(r->m_retry[0]) + pd_metric_value(r->m_retry[1]));
     put(to, "fallbacks", pd_metric_value(r->m_retry[2]));
     put(to, "migrations", pd_metric_value(r->m_migrated));
+    pd_rt_feed_ledger(r, put, to);
 }
 
 static int make_metrics(struct pd_router *r, struct pd_err *e)
@@ -347,7 +360,7 @@ int pd_router_serve(const struct pd_router_opts *o, struct pd_daemon_opts *dopts
     if ((rc = pd_daemon_new(dopts, &hooks, &r->d, e)) < 0)
         goto out;
     r->l = pd_daemon_loop(r->d);
-    if ((rc = make_metrics(r, e)) < 0 || (rc = pd_timer_new(r->l, on_sweep, r, &r->sweep, e)) < 0)
+    if ((rc = make_metrics(r, e)) < 0 || (rc = pd_rt_feed_new(r, o->index_bytes, e)) < 0 || (rc = pd_timer_new(r->l, on_sweep, r, &r->sweep, e)) < 0)
         goto out;
     for (int i = 0; rc == 0 && o->worker && o->worker[i]; i++) {
         struct pd_rt_worker *w;
@@ -378,6 +391,7 @@ out:
     }
     pd_registry_free(&r->reg);
     pd_rt_keys_free(r);
+    pd_rt_feed_free(r);
     pd_keyed_free(&r->runs);
     pd_timer_free(r->sweep);
     pd_seen_free(&r->seen);

@@ -37,6 +37,7 @@ struct pd_router_opts {
     int attempts;               /* of a run before its first token goes out; 0: 4 */
     int64_t wait_us, suspect_us, gone_us, key_ttl_us;   /* 0: 10 s, 3 s, 10 s, 10 min */
     size_t max_record;          /* 0: 16 MiB */
+    size_t index_bytes;         /* of the prefix index; 0: 256 MiB */
     struct pd_trace *trace;     /* or NULL */
 };
 /* From `starting` to `gone`. 0 after a drain, PD_ECANCEL after a second signal. */

@@ -123,6 +123,7 @@ void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, 
     if (run->sign || run->cancelling || !run->d)        /* it does without already */
         return;
     if (another && run->p_tries < 2) {
+        pd_rt_hits(r, run, now);
         struct pd_need q = pd_rt_need_of(r, run, now);
         q.d = run->d->m;
         pd_decide(&r->reg, &q, &r->decision);

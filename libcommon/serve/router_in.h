@@ -1,5 +1,5 @@
 /* Inside the router, shared by its files: router.c (daemon, workers, metrics), router_run.c (a run until its end), router_back.c
- * (what workers send back), router_fail.c (when they fail it), router_client.c (clients and what they
+ * (what workers send back), router_fail.c (when they fail it), router_feed.c (what workers hold of a prompt), router_client.c (clients and what they
  * are sent), router_key.c (idempotency keys). Everything is the loop thread's. */
 #ifndef PD_SERVE_ROUTER_IN_H
 #define PD_SERVE_ROUTER_IN_H
@@ -8,6 +8,7 @@
 #include "../wire/routing.h"
 #include "../wire/value.h"
 #include "router.h"
+#include "router_feed.h"
 #include "upstream.h"
 
 #define PD_RT_TRIED 16
@@ -20,6 +21,8 @@ struct pd_rt_worker {
     struct pd_member *m;
     struct pd_upstream *u;
     struct pd_conn *reg;        /* it registered over this one; NULL: it is asked, or the connection has ended */
+    struct pd_rt_feed feed;
+    bool named;                 /* by --worker: never forgotten */
     bool draining, told_silent;
     struct pd_rt_worker *next;
 };
@@ -77,6 +80,7 @@ struct pd_rt_run {
     struct pd_tried tried[PD_RT_TRIED]; int n_tried;
     struct pd_buf fallback;     /* text, NUL-ended */
     int like; char numerics[48];        /* migration */
+    struct pd_rt_hashes *hashed; uint32_t n_hashed;     /* [PD_RT_CLASSES] */
     bool delivered;             /* something went out to a client: only migration or an end may follow */
     struct pd_buf held;         /* results that go out together (n > 1) */
     struct pd_buf why;          /* the cause of its failure, for the trace */
@@ -94,7 +98,8 @@ struct pd_router {
     struct pd_keyed runs;
     struct pd_rt_run *queue, *queue_last;       /* those whose stream has begun first, then by age */
     uint32_t n_runs, n_queued;
-    size_t body_bytes;                  /* of the requests in hand */
+    size_t body_bytes;                  /* of the requests in hand, and of their blocks' hashes */
+    struct pd_rt_index index;
     struct pd_rt_client *held, **last_held;
     struct pd_seen seen;
     struct pd_keyed keys; size_t key_bytes;

@@ -218,6 +218,7 @@ void pd_rt_run_free(struct pd_router *r, struct pd_rt_run *run)
         pd_buf_free(&run->choice[i].carry);
     }
     pd_registry_let_fp(&r->reg, run->like);
+    pd_rt_hashes_free(r, run);
     pd_free(run->choice);
     pd_free(run);
 }
@@ -445,8 +446,11 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     }
     leave_old_p(run);
     pd_rt_send(r, run->d);
-    if (remote)
+    pd_rt_feed_sent(r, run, run->d, now);
+    if (remote) {
         pd_rt_send(r, run->p);
+        pd_rt_feed_sent(r, run, run->p, now);
+    }
 }
 
 /* It will be computed where it is decoded. The event is told by who does so: here, when its decode worker never heard of anything else. */
@@ -463,6 +467,7 @@ void pd_rt_falls_back(struct pd_router *r, struct pd_rt_run *run, const char *ki
 
 static enum pd_outcome try_route(struct pd_router *r, struct pd_rt_run *run, int64_t now)
 {
+    pd_rt_hits(r, run, now);
     struct pd_need q = pd_rt_need_of(r, run, now);
     struct pd_err why;
     pd_decide(&r->reg, &q, &r->decision);

@@ -51,6 +51,8 @@ static void on_record(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
     }
     if (rec->kind == PD_K_WORKER)
         u->o.cb->said(u->o.ctx, u, rec);
+    else if (rec->kind == PD_K_KVEVENT)
+        u->o.cb->event(u->o.ctx, u, rec);
     else if (rec->kind == PD_K_STATUS && !u->warned) {
         u->warned = true;
         pd_warn("%s: it tells its status and sends no `worker` record: it is no worker, or of an older version", u->at);
@@ -70,6 +72,8 @@ static void on_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)
     s->up = false;
     if (is_req(s) && was)
         s->u->o.cb->down(s->u->o.ctx, s->u, why);
+    else if (!is_req(s))
+        s->u->o.cb->silent(s->u->o.ctx, s->u);
 }
 
 static void on_stands(void *ctx, struct pd_conn *c)
@@ -169,6 +173,11 @@ bool pd_upstream_full(const struct pd_upstream *u) { return u->req.c && pd_conn_
 int pd_upstream_put(struct pd_upstream *u, const void *rec, size_t n, struct pd_err *e)
 {
     return u->req.c ? pd_conn_put(u->req.c, rec, n, e) : pd_fail(e, PD_ECANCEL, "%s: there is no connection", u->at);
+}
+
+int pd_upstream_tell(struct pd_upstream *u, const void *rec, size_t n, struct pd_err *e)
+{
+    return u->say.c ? pd_conn_put(u->say.c, rec, n, e) : pd_fail(e, PD_ECANCEL, "%s: there is no connection", u->at);
 }
 
 void pd_upstream_drop(struct pd_upstream *u, const struct pd_err *why)

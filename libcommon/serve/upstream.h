@@ -11,6 +11,8 @@
 struct pd_upstream;
 struct pd_upstream_cb {         /* on the loop's thread; none may free the upstream */
     void (*said)(void *ctx, struct pd_upstream *u, const struct pd_rec *rec);           /* its `worker` record */
+    void (*event)(void *ctx, struct pd_upstream *u, const struct pd_rec *rec);          /* a `kvevent` there, when they were asked for (pd_upstream_tell) */
+    void (*silent)(void *ctx, struct pd_upstream *u);           /* that connection has ended */
     void (*record)(void *ctx, struct pd_upstream *u, const struct pd_rec *rec);         /* on the request connection */
     void (*up)(void *ctx, struct pd_upstream *u);
     void (*room)(void *ctx, struct pd_upstream *u);             /* it was full, and is no longer; may be NULL */
@@ -23,6 +25,7 @@ void pd_upstream_want(struct pd_upstream *u, bool wanted);      /* false: it is 
 bool pd_upstream_up(const struct pd_upstream *u);
 bool pd_upstream_full(const struct pd_upstream *u);             /* it has much to read yet: nothing new for it. What is in hand may still be put */
 int pd_upstream_put(struct pd_upstream *u, const void *rec, size_t n, struct pd_err *e);
+int pd_upstream_tell(struct pd_upstream *u, const void *rec, size_t n, struct pd_err *e);       /* on the connection that it tells of itself on */
 /* Close what stands (`down` follows); dialled again as after any loss. */
 void pd_upstream_drop(struct pd_upstream *u, const struct pd_err *why);
 const char *pd_upstream_trouble(const struct pd_upstream *u);   /* why it could not be dialled the last time; "" */

@@ -5,12 +5,12 @@
 const char *const pd_mode_names[] = { "aggregated", "remote", "local", NULL };
 const char *const pd_excluded_names[] = { "no", "unknown", "state", "unreachable", "silent", "epoch", "tried", "adapter", "context", "fingerprint",
                                           "numerics", "stale", "hold", "domain", "path", "runs", "behind", "blocks", "fallbacks", NULL };
-const char *const pd_degraded_names[] = { "no_token_ids", "no_index", "approximate", "no_topology", "cold", "stale" };
+const char *const pd_degraded_names[] = { "no_token_ids", "no_index", "approximate", "no_topology", "cold", "stale", "index_in_doubt" };
 const char *const pd_outcome_names[] = { "chosen", "wait_room", "wait_worker", "no_prefill_worker", "never", NULL };
 _Static_assert(sizeof pd_excluded_names / sizeof *pd_excluded_names == PD_X_KINDS + 1, "a name each");
 _Static_assert(1u << sizeof pd_degraded_names / sizeof *pd_degraded_names == PD_DG_ALL + 1, "a name each");
 
-enum { MOST_ROW_BYTES = 38 << 10, ROW_BYTES = 230 };     /* of all rows; of one, beside its texts, about */
+enum { MOST_ROW_BYTES = 38 << 10, ROW_BYTES = 245 };     /* of all rows; of one, beside its texts, about */
 
 #define N(t) (int)(sizeof t / sizeof *t)
 static const struct pd_route_rec *rec_of(const void *rec) { return rec; }
@@ -53,7 +53,7 @@ WHY(pair_x, struct pd_route_pair, x)
 static const struct pd_field row_field[] = {
     { "worker", PD_F_STR, PD_FF_REQ | PD_FF_MEND, R(worker) }, { "at", PD_F_STR, PD_FF_REQ | PD_FF_MEND, R(at) }, { "epoch", PD_F_U64, PD_FF_NZ, R(epoch) },
     { "domain", PD_F_U32, PD_FF_NZ, R(domain) }, { "kin", PD_F_U32, PD_FF_NZ, R(kin) }, { "hit_blocks", PD_F_U32, PD_FF_NZ, R(hit_blocks) },
-    { "miss_blocks", PD_F_U32, PD_FF_NZ, R(miss_blocks) }, { "miss_tokens", PD_F_U32, PD_FF_NZ, R(miss_tokens) }, { "tier", PD_F_STR, 0, R(tier) },
+    { "miss_blocks", PD_F_U32, PD_FF_NZ, R(miss_blocks) }, { "miss_tokens", PD_F_U32, PD_FF_NZ, R(miss_tokens) }, { "tier", PD_F_STR, 0, R(tier) }, { "index", PD_F_STR, 0, R(index) },
     { "runs", PD_F_U32, PD_FF_NZ, R(runs) }, { "foreign_runs", PD_F_U32, PD_FF_NZ, R(foreign_runs) }, { "runs_most", PD_F_U32, PD_FF_NZ, R(runs_most) },
     { "seqs", PD_F_U32, PD_FF_NZ, R(seqs) }, { "seqs_most", PD_F_U32, PD_FF_NZ, R(seqs_most) }, { "queue_runs", PD_F_U32, PD_FF_NZ, R(queue_runs) },
     { "queue_tokens", PD_F_U64, PD_FF_NZ, R(queue_tokens) }, { "kv_tokens", PD_F_U64, PD_FF_NZ, R(kv_tokens) }, { "blocks", PD_F_U64, PD_FF_NZ, R(blocks) },

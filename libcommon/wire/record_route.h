@@ -30,7 +30,8 @@ enum pd_degraded { PD_DG_NO_TOKEN_IDS = 1,      /* the router cannot tell the pr
                    PD_DG_APPROXIMATE = 4,       /* it is guessed from earlier decisions, for at least one worker */
                    PD_DG_NO_TOPOLOGY = 8,       /* paths are as a guess has it */
                    PD_DG_COLD = 16, PD_DG_STALE = 32,   /* a cost of the choice has too little behind it, or is old (pd_choose sets these two) */
-                   PD_DG_ALL = 63 };
+                   PD_DG_IN_DOUBT = 64,         /* what a worker told of it makes no sense: at least one counts as holding nothing */
+                   PD_DG_ALL = 127 };
 extern const char *const pd_degraded_names[];   /* by bit */
 
 enum { PD_ROUTE_ROWS = 128, PD_ROUTE_MOST = 1024 /* a side, in memory */, PD_ROUTE_BEST = 8, PD_ROUTE_PAIRS = PD_ROUTE_BEST * (PD_ROUTE_BEST + 1) + 1 /* a shadow's */,
@@ -44,6 +45,7 @@ struct pd_route_row {
     uint32_t domain, kin;               /* of `domains`; which fingerprint with what it converts: workers of one kin fit the same others */
     uint32_t hit_blocks, miss_blocks, miss_tokens;      /* of the prompt: KV that it holds, and lacks */
     struct pd_str tier;                 /* where it holds it; absent: with the rest */
+    struct pd_str index;                /* how that is known: "events", "guess", "doubt"; absent: not at all */
     uint32_t runs, foreign_runs, runs_most, seqs, seqs_most, queue_runs;        /* own and others' runs there; sequences that decode, prompts not yet begun */
     uint64_t queue_tokens, kv_tokens, blocks, blocks_most, given;       /* prompt tokens ahead; KV that its batch reads; blocks taken, of; runs ever given */
     int64_t load_age_us, index_age_us;

@@ -1,9 +1,11 @@
 """Workers that do as a test says, and clients: for the router's tests. A fake worker registers, beats, and hands each request to `serve`; what real ones do with
 tokens it imitates: token i of a prompt is a function of prompt and i alone, so that whoever computes it gets the same."""
+import ctypes
 import hashlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -110,6 +112,7 @@ class Fake:
         s.connect(self.register)
         c = Conn(s)
         self.conns.append(c)
+        threading.Thread(target=self.read, args=(c,), daemon=True).start()
         self.beat(c)
 
     def accept(self, sock):
@@ -127,6 +130,8 @@ class Fake:
             kind = r.get("pd", "request")
             if kind == "status" and not r.get("follow"):
                 c.put({"pd": "status", "v": 1, "state": self.state, "worker": self.name, "role": self.role, "ledger": {}})
+            elif kind == "status" and r.get("events"):
+                self.on_events(c, r)
             elif kind == "status":
                 threading.Thread(target=self.beat, args=(c,), daemon=True).start()
             elif kind == "cancel":
@@ -137,6 +142,9 @@ class Fake:
                 threading.Thread(target=self.serve, args=(self, c, r), daemon=True).start()
         if c in self.conns:
             self.conns.remove(c)
+
+    def on_events(self, c, r):
+        """One without a prefix cache sends none."""
 
     def on_cancel(self, c, r):
         c.put(self.result({"run": r["run"]}, [], finish="cancelled"))
@@ -187,6 +195,76 @@ class Fake:
         c.put({"pd": "error", "v": 1, "run": req["run"], "class": klass, "code": 1, "message": message, "action": action})
         if self.role != "prefill":
             c.put(self.result(req, [], finish="error"))
+
+
+class XXH128(ctypes.Structure):
+    _fields_ = [("lo", ctypes.c_uint64), ("hi", ctypes.c_uint64)]
+
+
+xxh = ctypes.CDLL("libxxhash.so.0")
+xxh.XXH3_64bits.restype, xxh.XXH3_64bits.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+xxh.XXH3_128bits_withSeed.restype, xxh.XXH3_128bits_withSeed.argtypes = XXH128, (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64)
+
+
+def block_hashes(fp, ids, size=16, adapter=b"", salt=b""):
+    """As kv/prefix.h says, made apart from it. fp: the fingerprint's fields."""
+    fields, key = msgpack.packb(fp), msgpack.packb("numerics")
+    must = fields[1 if fields[0] != 0xde else 3:fields.index(key)]
+    seed, parent, out = xxh.XXH3_64bits(must, len(must)), bytes(16), []
+    for i in range(len(ids) // size):
+        b = parent + struct.pack(f"<I{size}i", size, *ids[i * size:][:size])
+        b += b"".join(struct.pack("<I", len(x)) + x for x in (adapter, b"", salt))
+        h = xxh.XXH3_128bits_withSeed(b, len(b), seed)
+        parent = struct.pack(">QQ", h.hi, h.lo)
+        out.append(parent)
+    return out
+
+
+class Holder(Fake):
+    """Publishes what a test says that it holds, in order; and what else a test says."""
+
+    def __init__(self, where, snapshots=True, **kw):
+        self.held, self.change, self.sinks, self.asked, self.snapshots, self.pub = {}, 0, [], [], snapshots, os.urandom(8)
+        super().__init__(where, **kw)
+
+    def event(self, op, hashes=(), parent=None, size=16, seq=None, **kw):
+        if seq is None:
+            self.change += 1
+        r = {"pd": "kvevent", "v": 1, "life": self.pub, "seq": self.change if seq is None else seq, "op": op}
+        if hashes:
+            r["hashes"] = b"".join(hashes)
+        if parent:
+            r["parent"] = parent
+        if op in ("stored", "snapshot"):
+            r.update(token_ids=bytes(4 * size * len(hashes)), block_size=size)
+        return dict(r, **kw)
+
+    def publish(self, *events):
+        for c in list(self.sinks):
+            c.put(*events)
+
+    def store(self, ids, first=0, **kw):
+        """The blocks of a prompt, from the first-th on."""
+        h = block_hashes(self.fp, ids, **kw)
+        new = [x for x in h[first:] if x not in self.held]
+        if new:
+            at = h.index(new[0])
+            self.held.update((x, h[i - 1] if i else bytes(16)) for i, x in enumerate(h) if x in new)
+            self.publish(self.event("stored", new, h[at - 1] if at else None))
+
+    def remove(self, ids, first=0):
+        gone = [x for x in block_hashes(self.fp, ids)[first:] if self.held.pop(x, None)]
+        self.publish(self.event("removed", gone))
+
+    def whole(self):
+        return self.event("snapshot", list(self.held), seq=self.change, parts=1, parents=b"".join(self.held.values()))
+
+    def on_events(self, c, r):
+        self.asked.append(r)
+        if c not in self.sinks:
+            self.sinks.append(c)
+        if self.snapshots and not (r.get("life") == self.pub and r.get("seq") == self.change):
+            c.put(self.whole())
 
 
 class Decode(Fake):

@@ -1,4 +1,5 @@
 """What the Python tests of commands share: TAP on stdout, running the build's commands, reading what they write."""
+import base64
 import json
 import os
 import subprocess
@@ -64,6 +65,11 @@ def records(out):
 
 def results(out):
     return [r for r in records(out) if r.get("pd") == "result"]
+
+
+def b64(v):
+    """bin, as JSON has it."""
+    return base64.b64decode(v["$b64"])
 
 
 def one_line(err):

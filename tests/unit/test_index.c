@@ -195,7 +195,7 @@ static void changes_in_their_order(void **state)
     struct pd_index *x = fresh(0);
     struct pd_feed f;
     hash_t *h = chain(9, 100), zero[100] = { { 0 } };
-    pd_feed_open(&f, x, 16);
+    pd_feed_open(&f, x, 16, 100);
     assert_int_equal(feed(&f, event("stored", 4, h, 10)), PD_FED_GAP);          /* it began before us */
     assert_false(f.known);
     assert_int_equal(feed(&f, event("stored", 1, h, 10)), PD_FED);
@@ -246,7 +246,7 @@ static void other_lives_and_lies(void **state)
     struct pd_index *x = fresh(0);
     struct pd_feed f;
     hash_t *h = chain(2, 40);
-    pd_feed_open(&f, x, 16);
+    pd_feed_open(&f, x, 16, 100);
     assert_int_equal(feed(&f, event("stored", 1, h, 10)), PD_FED);
     struct pd_kvevent v = event("stored", 2, h + 10, 10);
     v.life[0] = 'Z';
@@ -272,6 +272,15 @@ static void other_lives_and_lies(void **state)
     assert_non_null(strstr(e.msg, "blocks of 32 tokens, from a worker that registered blocks of 16"));
     assert_false(f.known);
     assert_int_equal(depth_of(x, f.slot, h, 5), 0);
+    pd_feed_close(&f);
+    pd_feed_open(&f, x, 16, 20);                                                /* a worker of 20 blocks */
+    assert_int_equal(feed(&f, event("stored", 1, h, 20)), PD_FED);
+    assert_int_equal(feed(&f, event("removed", 2, h + 19, 1)), PD_FED);
+    assert_int_equal(feed(&f, event("stored", 3, h + 20, 1)), PD_FED);
+    assert_int_equal(feed(&f, event("stored", 4, h + 21, 1)), PD_ECORRUPT);
+    assert_non_null(strstr(e.msg, "more than 20 blocks"));
+    assert_false(f.known);
+    assert_int_equal(depth_of(x, f.slot, h, 20), 0);
     pd_feed_close(&f);
     free(h);
     pd_index_free(x);

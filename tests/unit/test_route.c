@@ -468,10 +468,47 @@ static void the_matrix_names_what_differs(void **state)
     pd_arena_free(&mem);
 }
 
+/* Blocks that it would not compute again count as much as blocks that wait there. */
+static void held_blocks_count(void **state)
+{
+    struct pd_member *a = say((struct who)READY("unix:/a", "both"), 1), *b = say((struct who)READY("unix:/b", "both"), 1);
+    struct pd_need q = need(PD_POLICY_AGGREGATED);      /* 7 blocks */
+    b->held = (struct pd_held){ 3, PD_HELD_EVENTS, 5 };
+    pd_member_take(b, (struct pd_share){ 1, 0, 2 });
+    pd_decide(&reg, &q, &dec);
+    assert_ptr_equal(dec.d, b);
+    assert_true(dec.d_rows[0].cost == 7 && dec.d_rows[1].cost == 4 + 2);
+    pd_member_take(b, (struct pd_share){ 1, 0, 2 });
+    pd_decide(&reg, &q, &dec);
+    assert_ptr_equal(dec.d, a);
+    a->held.how = PD_HELD_DOUBT;
+    pd_decide(&reg, &q, &dec);
+    struct pd_buf out = { 0 }, json = { 0 };
+    struct pd_route_note note = { .run = "r", .op = (const uint8_t *)"0123456789abcdef" };
+    assert_int_equal(pd_decision_encode(&dec, &note, &out, &e) | pd_msgpack_to_json(out.p, out.n, &json, &e), 0);
+    assert_int_equal(pd_buf_add(&json, "", 1, &e), 0);
+    assert_non_null(strstr((char *)json.p, "\"hit_blocks\":3,\"miss_blocks\":4,\"miss_tokens\":52,\"index\":\"events\","));
+    assert_true(dec.d_rows[1].index_age_us == 5);
+    assert_non_null(strstr((char *)json.p, "\"degraded\":[\"index_in_doubt\"]"));
+    b->held.how = PD_HELD_GUESS;
+    a->held.how = PD_HELD_EVENTS;
+    pd_decide(&reg, &q, &dec);
+    out.n = json.n = 0;
+    assert_int_equal(pd_decision_encode(&dec, &note, &out, &e) | pd_msgpack_to_json(out.p, out.n, &json, &e), 0);
+    assert_int_equal(pd_buf_add(&json, "", 1, &e), 0);
+    assert_non_null(strstr((char *)json.p, "\"degraded\":[\"approximate\"]"));
+    pd_buf_free(&out);
+    pd_buf_free(&json);
+    q.policy = PD_POLICY_FIXED;                         /* who decodes what another has prefilled computes none of it */
+    say((struct who)READY("unix:/p", "prefill"), 1)->held.blocks = 100;
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.p_rows[0].cost == 0 && dec.d_rows[0].cost == 0 && dec.d_rows[1].cost == 4);
+}
+
 int main(void)
 {
 #define T(f) cmocka_unit_test_teardown(f, clean)
-    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(a_worker_of_both_roles_has_the_side_that_it_prefers), T(who_has_much_to_read_gets_nothing_new), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
+    const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(held_blocks_count), T(a_worker_of_both_roles_has_the_side_that_it_prefers), T(who_has_much_to_read_gets_nothing_new), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
         T(no_kv_crosses_epochs),
         T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs) };
     return cmocka_run_group_tests(tests, NULL, NULL);
