@@ -377,7 +377,7 @@ static bool is_tried(uint64_t x, bool d_given) { return x == PD_X_TRIED; }
 static bool is_never(uint64_t x, bool d_given) { return x == PD_X_ADAPTER || x == PD_X_CONTEXT; }
 static bool is_absent(uint64_t x, bool d_given)
 {
-    return (x >= PD_X_UNKNOWN && x <= PD_X_EPOCH) || x == PD_X_STALE || x == PD_X_HOLD;
+    return (x >= PD_X_UNKNOWN && x <= PD_X_EPOCH) || (x >= PD_X_STALE && x <= PD_X_HOLD) || x == PD_X_PATH;
 }
 static bool is_there(uint64_t x, bool d_given) { return !x || x == PD_X_EPOCH || x >= PD_X_RUNS || (x == PD_X_TRIED && !d_given); }
 

@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include "../kv/convert.h"
 #include "../wire/pack.h"
-#include "decide.h"
+#include "decide_in.h"
 
 const struct pd_rules pd_rules_usual = { .risk = 0.95, .externality = 1 };
 
@@ -54,13 +54,23 @@ static enum pd_excluded full(const struct pd_member *m)
     return (uint64_t)m->own.runs + m->foreign.runs >= most_runs(m) ? PD_X_RUNS : m->behind ? PD_X_BEHIND : PD_X_NO;
 }
 
-/* No room for KV from elsewhere and what comes after it. One that is idle takes anything. */
-static enum pd_excluded short_of_blocks(const struct pd_need *q, const struct pd_member *m)
+/* No room for the KV: of a decode worker that from elsewhere and what comes after it, of a prefill worker what it computes and what nobody has read yet. One that
+ * is idle takes anything. */
+static enum pd_excluded short_of_blocks(const struct pd_need *q, const struct pd_member *m, bool decodes)
 {
-    if (!((uint64_t)m->own.runs + m->foreign.runs) || !m->said.capacity.blocks)
+    uint64_t busy = decodes ? (uint64_t)m->own.runs + m->foreign.runs : m->own.blocks + m->foreign.blocks;
+    if (!busy || !m->said.capacity.blocks)
         return PD_X_NO;
-    struct pd_share s = pd_share_of(q, m, false, true);
+    struct pd_share s = pd_share_of(q, m, false, decodes);
     return m->own.blocks + m->foreign.blocks + s.blocks > m->said.capacity.blocks ? PD_X_BLOCKS : PD_X_NO;
+}
+
+static uint64_t tokens_of(const struct pd_member *m) { return (uint64_t)m->said.capacity.blocks * block_size(m); }
+
+/* As many prompts whose KV did not come as it may compute at a time. */
+static bool too_many(const struct pd_need *q, const struct pd_member *m)
+{
+    return q->limit && !pd_limit_fits(q->limit, m->fallbacks, tokens_of(m), q->prompt_tokens);
 }
 
 /* Workers of one side, with what keeps each away that does not depend on the other side. split: each has one side, that of its role or the one it prefers. */
@@ -80,6 +90,8 @@ static void list(struct pd_registry *r, struct pd_decision *o, bool giving, bool
         }
         struct pd_candidate *c = &row[(*n)++];
         *c = (struct pd_candidate){ .m = m, .x = absent(q, m) };
+        if (!c->x && q->paths && pd_decide_end(o, m)->spot.maintenance)
+            c->x = PD_X_MAINTENANCE;
         if (!c->x && !giving)
             c->x = never(q, m);
         if (!c->x && !giving && q->d && q->d != m)
@@ -127,7 +139,9 @@ static void narrow(struct pd_decision *o, struct pd_candidate *row, uint32_t n, 
             c->x = PD_X_TRIED;
         else if (c->m != o->need.d) {
             c->x = full(c->m);
-            c->x_kv = !c->x && decodes ? short_of_blocks(&o->need, c->m) : PD_X_NO;
+            c->x_kv = !c->x && decodes ? short_of_blocks(&o->need, c->m, true) : PD_X_NO;
+            c->x = !c->x && !decodes ? short_of_blocks(&o->need, c->m, false) : c->x;
+            c->x = !c->x && decodes && too_many(&o->need, c->m) ? PD_X_FALLBACKS : c->x;
         }
     }
 }
@@ -239,7 +253,7 @@ static void row(struct pd_decision *o, const struct pd_candidate *c, bool decode
     if (!m->known)
         return;
     w->epoch = m->said.epoch;
-    w->domain = domain_of(o, m->said.domain);
+    w->domain = domain_of(o, pd_decide_domain(o, c->m));
     w->kin = kin_of(m, decodes);
     w->load_age_us = q->now_us > m->said_us ? q->now_us - m->said_us : 0;
     w->runs_most = most_runs(m);
@@ -295,6 +309,16 @@ static void begin(struct pd_decision *o, const struct pd_need *q)
         memcpy(rec->input.digest, q->digest, sizeof rec->input.digest);
 }
 
+static void choose(struct pd_decision *o, bool heed)
+{
+    struct pd_err e;
+    pd_decide_paths(o, heed);
+    if (pd_choose(&o->rec, &e) < 0) {   /* a policy without a name: nobody made one */
+        o->rec.chosen.any = false;
+        o->rec.outcome = PD_WAIT_WORKER;
+    }
+}
+
 void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_decision *o)
 {
     struct pd_route_rec *rec = &o->rec;
@@ -315,11 +339,10 @@ void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_deci
         rec->input.block_size = o->d_row[i].x ? 0 : block_size(o->d_row[i].m);
     rows(o);
     rec->degraded = degraded(o);
-    struct pd_err e;
-    if (pd_choose(rec, &e) < 0) {       /* a policy without a name: nobody made one */
-        rec->chosen.any = false;
-        rec->outcome = PD_WAIT_WORKER;
-    }
+    bool prefers = need->paths && pd_paths_prefer(need->paths) && !alone;
+    choose(o, prefers);
+    if (prefers && (!rec->chosen.any || rec->chosen.mode != PD_MODE_REMOTE))    /* then all paths are looked at */
+        choose(o, false);
     o->outcome = rec->outcome;
     o->mode = rec->chosen.any ? rec->chosen.mode : alone ? PD_MODE_LOCAL : need->policy == PD_POLICY_AGGREGATED ? PD_MODE_AGGREGATED : PD_MODE_REMOTE;
     o->p = rec->chosen.p < 0 ? NULL : o->p_row[rec->chosen.p].m;
@@ -346,6 +369,13 @@ const char *pd_excluded_text(const struct pd_decision *o, const struct pd_candid
     case PD_X_NUMERICS: snprintf(out, cap, "numerics %.40s, the run began with %.40s", m->said.numerics.p, o->need.numerics); break;
     case PD_X_RUNS: snprintf(out, cap, "capacity: %" PRIu64 " runs of %u", (uint64_t)m->own.runs + m->foreign.runs, most_runs(m)); break;
     case PD_X_BEHIND: snprintf(out, cap, "capacity: it has much to read yet"); break;
+    case PD_X_MAINTENANCE: snprintf(out, cap, "maintenance"); break;
+    case PD_X_HOLD:
+    case PD_X_DOMAIN:
+    case PD_X_PATH: snprintf(out, cap, "%s", c->detail ? c->detail : pd_excluded_names[c->x]); break;
+    case PD_X_FALLBACKS:
+        snprintf(out, cap, "fallbacks: %" PRIu64 " tokens of %" PRIu64 " are computed", m->fallbacks.tokens, pd_limit_most(o->need.limit, tokens_of(m)));
+        break;
     case PD_X_BLOCKS:
         snprintf(out, cap, "capacity: %" PRIu64 " blocks of %u are taken", m->own.blocks + m->foreign.blocks, m->said.capacity.blocks);
         break;

@@ -36,13 +36,16 @@ struct pd_need {
     const struct pd_tried *tried; int n_tried;  /* who failed this run already */
     bool local;                         /* one worker does all of it, mode local: a fallback */
     const struct pd_member *d;          /* decode stays here (another P is looked for); or NULL */
+    struct pd_paths *paths;             /* what is known of them; or NULL */
+    const struct pd_limit *limit;       /* of fallbacks, when this is one; or NULL */
     int like; const char *numerics;     /* migration: only workers whose KV and numerics are those of a fingerprint; -1: any */
 };
 
 struct pd_candidate {
     struct pd_member *m;
     enum pd_excluded x, x_kv;           /* as in its row */
-    const char *detail;                 /* of PD_X_FINGERPRINT, the registry's */
+    bool stranded;                      /* x is that of its paths */
+    const char *detail;                 /* of PD_X_FINGERPRINT, the registry's; of paths, the decision's */
 };
 #define PD_MAX_CANDIDATES PD_ROUTE_MOST
 struct pd_decision {
@@ -59,6 +62,7 @@ struct pd_decision {
     struct pd_route_fit fits[PD_ROUTE_FITS];
     struct pd_route_path paths[PD_ROUTE_PATHS];
     struct pd_str domains[PD_ROUTE_DOMAINS];
+    char words[PD_ROUTE_PATHS][80];     /* of paths */
 };
 /* Fills *out, which is large: keep one, zeroed before the first time. */
 void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_decision *out);

@@ -15,13 +15,14 @@ struct pair {                   /* of workers, by class of path */
     double health, failing, lost_us;    /* shares, and the time that a failure took; moving means */
     int64_t last_us;
 };
-struct learnt { struct pd_node node; struct pd_term move, sync; };
+struct learnt { struct pd_node node; struct pd_term move, sync; uint32_t active; };        /* from a domain to another */
 
 struct pd_paths {
     struct pd_paths_opts o;
     const struct pd_topology *topology;
     struct pd_keyed pairs, learnt;
     struct learnt of_class[PD_NEAR_N];
+    uint32_t turn, tripped /* pairs whose breaker is not closed */;
 };
 
 /* ---- what is learnt ---- */
@@ -78,7 +79,10 @@ static struct learnt *learn_of(struct pd_paths *x, const struct pd_path_end *p, 
         return t;
     }
     if (x->learnt.n >= PD_PATHS_LEARNT) {
-        t = (struct learnt *)x->learnt.first;
+        for (t = (struct learnt *)x->learnt.first; t && t->active; t = (struct learnt *)t->node.next)
+            ;
+        if (!t)
+            return NULL;
         pd_keyed_remove(&x->learnt, t);
     } else if (!(t = pd_calloc(1, sizeof *t, "what is learnt of a path", NULL)))
         return NULL;
@@ -98,7 +102,7 @@ static struct learnt *learn_of(struct pd_paths *x, const struct pd_path_end *p, 
 
 struct pd_path_end pd_path_end_of(const struct pd_paths *x, const char *at, struct pd_str worker, struct pd_str domain)
 {
-    struct pd_path_end e = { .at = at, .key = pd_xxh3(at, strlen(at), 0), .spot = { .domain = -1 } };
+    struct pd_path_end e = { .at = at, .key = pd_xxh3(at, strlen(at), 0), .spot = { .domain = -1 }, .turn = x->turn };
     if (x->topology)
         e.spot = pd_topology_spot(x->topology, at, worker, domain);
     if (e.spot.domain >= 0)
@@ -110,9 +114,11 @@ struct pd_path_end pd_path_end_of(const struct pd_paths *x, const char *at, stru
 static const struct pd_way *way_of(const struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d)
 {
     if (x->topology)
-        return pd_topology_way(x->topology, p->spot.domain, d->spot.domain);
+        return pd_topology_way(x->topology, p->turn == x->turn ? p->spot.domain : -1, d->turn == x->turn ? d->spot.domain : -1);
     return pd_way_of_class(p->label && p->label == d->label ? PD_NEAR_LOCAL : PD_NEAR_CROSS);
 }
+
+enum pd_near pd_paths_near(const struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d) { return way_of(x, p, d)->near; }
 
 static void pair_key(uint64_t p, uint64_t d, enum pd_near near, uint8_t key[17])
 {
@@ -191,14 +197,14 @@ void pd_paths_view(struct pd_paths *x, const struct pd_path_end *p, const struct
     move_cost(x, own, w, bytes ? (double)bytes : 1, now_us, v);
     v->sync = pd_term_cost(sync, (const double[]){ 1, 0 }, now_us, x->o.stale_us);
     v->penalty_us = w->cost_us;
+    v->active = own ? own->active : 0;
     if (r) {
         v->penalty_us += r->failing * r->lost_us;
         v->age_us = r->last_us ? now_us - r->last_us : -1;
         v->health = r->health;
-        v->active = r->active;
         v->breaker = &r->breaker;
     }
-    v->hold = x->o.ledger ? pd_ledger_held(x->o.ledger, p->at, d->at) : NULL;
+    v->hold = x->o.ledger && p->at && d->at ? pd_ledger_held(x->o.ledger, p->at, d->at) : NULL;
     bool far = x->o.rule.how != PD_DOMAIN_ANY && w->near > x->o.rule.near;
     v->second = far && x->o.rule.how == PD_DOMAIN_PREFER;
     if (far && x->topology)
@@ -230,13 +236,18 @@ const char *pd_path_state(const struct pd_path_view *v, int64_t now_us)
 
 /* ---- what happens on it ---- */
 
+static bool tripped(const struct pair *r) { return r->breaker.state != PD_BREAKER_CLOSED; }
+
 struct pd_path_ticket pd_paths_begin(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, int64_t now_us)
 {
-    enum pd_near near = way_of(x, p, d)->near;
-    struct pair *r = pair_keep(x, p, d, near);
+    const struct pd_way *w = way_of(x, p, d);
+    struct pair *r = pair_keep(x, p, d, w->near);
+    struct learnt *own = learn_of(x, p, d, w);
+    if (own)
+        own->active++;
     if (r)
         r->active++;
-    return (struct pd_path_ticket){ r ? pd_breaker_begin(&r->breaker, now_us) : 0, (uint8_t)near };
+    return (struct pd_path_ticket){ r ? pd_breaker_begin(&r->breaker, now_us) : 0, (uint8_t)w->near };
 }
 
 static void mean(double *m, double v) { *m += EWMA * (v - *m); }
@@ -245,15 +256,16 @@ bool pd_paths_end(struct pd_paths *x, const struct pd_path_end *p, const struct 
                   uint64_t bytes, int64_t us, int64_t now_us)
 {
     struct pair *r = pair_of(x, p, d, (enum pd_near)t.near);
+    struct learnt *own = learnt_of(x, p, d);
     const double in[] = { 1, bytes ? (double)bytes : 1 };
+    if (own)
+        own->active -= own->active > 0;
     if (!r)
         return false;
     r->active -= r->active > 0;
     if (went == PD_WENT_WELL) {
         double on_time = 1;
         if (bytes && us > 0) {
-            const struct pd_way *w = way_of(x, p, d);
-            struct learnt *own = learn_of(x, p, d, w);
             struct pd_path_view v;
             pd_paths_view(x, p, d, bytes, now_us, &v);
             double most = v.latency.p95 + v.kib_ns.p95 * in[1] / 1024000;
@@ -272,7 +284,9 @@ bool pd_paths_end(struct pd_paths *x, const struct pd_path_end *p, const struct 
         if (us > 0)
             r->lost_us = r->lost_us > 0 ? r->lost_us + 3 * EWMA * ((double)us - r->lost_us) : (double)us;
     }
-    return pd_breaker_end(&r->breaker, &x->o.breaker, t.turn, went, cause, now_us);
+    bool was = tripped(r), turned = pd_breaker_end(&r->breaker, &x->o.breaker, t.turn, went, cause, now_us);
+    x->tripped += (uint32_t)tripped(r) - was;
+    return turned;
 }
 
 void pd_paths_sync(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, int64_t us, int64_t now_us)
@@ -288,8 +302,10 @@ void pd_paths_sync(struct pd_paths *x, const struct pd_path_end *p, const struct
 void pd_paths_trip(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, const char *cause, int64_t now_us)
 {
     struct pair *r = pair_keep(x, p, d, way_of(x, p, d)->near);
-    if (r)
+    if (r) {
+        x->tripped += !tripped(r);
         pd_breaker_trip(&r->breaker, &x->o.breaker, cause, now_us);
+    }
 }
 
 void pd_paths_renew(struct pd_paths *x, const struct pd_path_end *w, int64_t now_us)
@@ -301,19 +317,39 @@ void pd_paths_renew(struct pd_paths *x, const struct pd_path_end *w, int64_t now
     }
 }
 
-uint32_t pd_paths_open_breakers(const struct pd_paths *x, int64_t now_us)
+static void add_special(struct pd_path_pair *out, uint32_t most, uint32_t *n, uint64_t p, uint64_t d)
+{
+    for (uint32_t i = 0; i < *n && i < most; i++)
+        if (out[i].p == p && out[i].d == d)
+            return;
+    if (*n < most)
+        out[*n] = (struct pd_path_pair){ p, d };
+    ++*n;
+}
+
+uint32_t pd_paths_special(const struct pd_paths *x, int64_t now_us, struct pd_path_pair *out, uint32_t most)
 {
     uint32_t n = 0;
-    for (const struct pd_node *i = x->pairs.first; i; i = i->next)
-        n += pd_breaker_at(&((const struct pair *)i)->breaker, now_us) != PD_BREAKER_CLOSED;
+    for (const struct pd_ledger_hold *h = x->o.ledger ? pd_ledger_first_hold(x->o.ledger) : NULL; h; h = (void *)h->node.next)
+        add_special(out, most, &n, pd_xxh3(h->p, strlen(h->p), 0), pd_xxh3(h->d, strlen(h->d), 0));
+    for (const struct pd_node *i = x->tripped ? x->pairs.first : NULL; i; i = i->next) {
+        const struct pair *r = (const struct pair *)i;
+        if (tripped(r))
+            add_special(out, most, &n, r->p, r->d);
+    }
     return n;
 }
+
+bool pd_paths_prefer(const struct pd_paths *x) { return x->o.rule.how == PD_DOMAIN_PREFER; }
+uint32_t pd_paths_turn(const struct pd_paths *x) { return x->turn; }
+const struct pd_topology *pd_paths_topology(const struct pd_paths *x) { return x->topology; }
 
 /* ---- birth and death ---- */
 
 void pd_paths_set_topology(struct pd_paths *x, const struct pd_topology *t)
 {
     x->topology = t;
+    x->turn++;
     open_classes(x);
 }
 
@@ -324,6 +360,7 @@ int pd_paths_new(const struct pd_paths_opts *o, struct pd_paths **out, struct pd
         return PD_ENOMEM;
     x->o = *o;
     x->o.most = o->most ? o->most : 4096;
+    x->turn = 1;
     x->o.stale_us = o->stale_us ? o->stale_us : 600000000;
     open_classes(x);
     *out = x;

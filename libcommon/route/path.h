@@ -29,9 +29,15 @@ void pd_paths_free(struct pd_paths *x);         /* NULL: nothing */
 /* From now on; the caller's, as long as it is the one. NULL: none. What was learnt of domains that are in both stays. */
 void pd_paths_set_topology(struct pd_paths *x, const struct pd_topology *t);
 
-/* A worker as an end of paths. Good until the topology changes; `at` and `domain` stay the caller's. */
-struct pd_path_end { const char *at; uint64_t key, label; struct pd_spot spot; };
+/* A worker as an end of paths; `at` stays the caller's. Good until the topology changes (pd_path_end_good); one that is kept longer is an end in no domain. */
+struct pd_path_end { const char *at /* NULL: it is asked no more whether it is on hold */; uint64_t key, label; struct pd_spot spot; uint32_t turn; };
+static inline bool pd_path_end_good(const struct pd_path_end *e, uint32_t turn) { return e->turn == turn; }
+uint32_t pd_paths_turn(const struct pd_paths *x);      /* from 1; another one with each topology */
+const struct pd_topology *pd_paths_topology(const struct pd_paths *x);
 struct pd_path_end pd_path_end_of(const struct pd_paths *x, const char *at, struct pd_str worker, struct pd_str domain);
+
+bool pd_paths_prefer(const struct pd_paths *x);         /* the rule is to prefer */
+enum pd_near pd_paths_near(const struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d);
 
 enum pd_path_x { PD_PATH_MAY, PD_PATH_HOLD, PD_PATH_DOMAIN, PD_PATH_BREAKER };
 struct pd_path_view {
@@ -44,7 +50,7 @@ struct pd_path_view {
     double penalty_us;                  /* the topology's cost, and what failures have cost here: their share times the time they took */
     int64_t age_us;                     /* since a transfer was last seen here; -1: never */
     double health;                      /* from 0 to 1: the share of transfers that went well, and no slower than was to be expected */
-    uint32_t active;
+    uint32_t active;                    /* transfers between the two domains now */
     const struct pd_breaker *breaker;   /* NULL: closed, as it never was anything else */
     const struct pd_ledger_hold *hold;
     int around;                         /* of PD_PATH_DOMAIN: the domain that is required, -1: of that class there is none around d */
@@ -66,5 +72,7 @@ void pd_paths_sync(struct pd_paths *x, const struct pd_path_end *p, const struct
 void pd_paths_trip(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, const char *cause, int64_t now_us);
 /* This worker began a new life: its open breakers probe. */
 void pd_paths_renew(struct pd_paths *x, const struct pd_path_end *w, int64_t now_us);
-uint32_t pd_paths_open_breakers(const struct pd_paths *x, int64_t now_us);
+/* Pairs that are not as others between their domains: on hold, or with a breaker that is not closed. How many there are of them; out: the first `most`. */
+struct pd_path_pair { uint64_t p, d; };         /* keys of ends */
+uint32_t pd_paths_special(const struct pd_paths *x, int64_t now_us, struct pd_path_pair *out, uint32_t most);
 #endif

@@ -176,6 +176,7 @@ int pd_registry_said(struct pd_registry *r, struct pd_member *m, const void *rec
     m->fp = fp;
     m->known = true;
     m->said_us = now_us;
+    m->end.at = NULL;
     r->version++;
     reconcile(m, *fresh);
     return 0;

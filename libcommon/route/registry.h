@@ -11,6 +11,8 @@
 #define PD_ROUTE_REGISTRY_H
 #include "../kv/fingerprint.h"
 #include "../wire/record.h"
+#include "limit.h"
+#include "path.h"
 
 struct pd_share { uint32_t runs; uint64_t prefill_tokens, blocks; };    /* of a worker's load: in flight */
 
@@ -33,6 +35,8 @@ struct pd_member {
     struct pd_share own, foreign, reported_more;
     uint64_t given;                     /* runs, in all */
     struct pd_held held;                /* set before each decision */
+    struct pd_path_end end;             /* where it is, of paths; made when it is asked for */
+    struct pd_limit_load fallbacks;     /* prompts that it computes because their KV did not come */
     int n_disagree;
     bool disagrees;
     void *user;

@@ -4,7 +4,7 @@
 
 const char *const pd_mode_names[] = { "aggregated", "remote", "local", NULL };
 const char *const pd_excluded_names[] = { "no", "unknown", "state", "unreachable", "silent", "epoch", "tried", "adapter", "context", "fingerprint",
-                                          "numerics", "stale", "hold", "domain", "path", "runs", "behind", "blocks", "fallbacks", NULL };
+                                          "numerics", "stale", "maintenance", "hold", "domain", "path", "runs", "behind", "blocks", "fallbacks", NULL };
 const char *const pd_degraded_names[] = { "no_token_ids", "no_index", "approximate", "no_topology", "cold", "stale", "index_in_doubt" };
 const char *const pd_outcome_names[] = { "chosen", "wait_room", "wait_worker", "no_prefill_worker", "never", NULL };
 _Static_assert(sizeof pd_excluded_names / sizeof *pd_excluded_names == PD_X_KINDS + 1, "a name each");

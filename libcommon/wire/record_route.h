@@ -13,7 +13,7 @@ extern const char *const pd_mode_names[];       /* as in route and result; NULL-
 
 /* Why a worker may not have the run. From PD_X_RUNS on: it has no room for now. */
 enum pd_excluded { PD_X_NO, PD_X_UNKNOWN, PD_X_STATE, PD_X_UNREACHABLE, PD_X_SILENT, PD_X_EPOCH, PD_X_TRIED, PD_X_ADAPTER, PD_X_CONTEXT, PD_X_FINGERPRINT,
-                   PD_X_NUMERICS, PD_X_STALE, PD_X_HOLD, PD_X_DOMAIN, PD_X_PATH, PD_X_RUNS, PD_X_BEHIND, PD_X_BLOCKS, PD_X_FALLBACKS, PD_X_KINDS };
+                   PD_X_NUMERICS, PD_X_STALE, PD_X_MAINTENANCE, PD_X_HOLD, PD_X_DOMAIN, PD_X_PATH, PD_X_RUNS, PD_X_BEHIND, PD_X_BLOCKS, PD_X_FALLBACKS, PD_X_KINDS };
 extern const char *const pd_excluded_names[];   /* NULL-ended */
 
 enum pd_outcome {

@@ -109,6 +109,8 @@ static void transfers_teach(void **state)
     v = view(x, &a1, &b1, MIB, now + 601ll * S);
     assert_true(v.latency.stale && !view(x, &a1, &b1, MIB, now + 599ll * S).latency.stale);
     pd_paths_set_topology(x, moved);    /* what was seen counts for more than what is said */
+    assert_int_equal(view(x, &a1, &b1, MIB, now).near, PD_NEAR_CROSS);  /* ends of before are nowhere */
+    assert_true(!pd_path_end_good(&a1, pd_paths_turn(x)));
     a1 = end_of(x, "unix:1", "hostA1");
     b1 = end_of(x, "unix:3", "hostB1");
     v = view(x, &a1, &b1, MIB, now);
@@ -124,10 +126,11 @@ static void transfers_teach(void **state)
 static void failures_count(void **state)
 {
     struct pd_paths *x = new(&(struct pd_paths_opts){ .breaker = { .jitter = 1e-12 } }, NULL);
-    struct pd_path_end p = end_of(x, "unix:p", "a"), d = end_of(x, "unix:d", "a"), e = end_of(x, "unix:e", "a");
+    struct pd_path_end p = end_of(x, "unix:p", "a"), d = end_of(x, "unix:d", "a"), e = end_of(x, "unix:e", "a"), far = end_of(x, "unix:f", "b");
+    struct pd_path_pair pairs[2];
     char text[100];
     struct pd_path_ticket t = pd_paths_begin(x, &p, &d, S);
-    assert_true(view(x, &p, &d, 1, S).active == 1 && view(x, &p, &e, 1, S).active == 0);
+    assert_true(view(x, &p, &d, 1, S).active == 1 && view(x, &p, &e, 1, S).active == 1 && view(x, &far, &d, 1, S).active == 0);
     assert_false(pd_paths_end(x, &p, &d, t, PD_WENT_WRONG, "timeout", 0, 500000, S));
     struct pd_path_view v = view(x, &p, &d, 1, S);
     assert_true(fabs(v.health - 0.9) < 1e-9 && fabs(v.penalty_us - 50000) < 1e-6 && v.active == 0 && v.x == PD_PATH_MAY);
@@ -139,7 +142,7 @@ static void failures_count(void **state)
     assert_string_equal(pd_path_state(&v, S + 300000), "open");
     assert_int_equal(view(x, &p, &e, 1, S).x, PD_PATH_MAY);
     assert_int_equal(view(x, &d, &p, 1, S).x, PD_PATH_MAY);     /* the other way is another path */
-    assert_int_equal(pd_paths_open_breakers(x, S), 1);
+    assert_true(pd_paths_special(x, S, pairs, 2) == 1 && pairs[0].p == p.key && pairs[0].d == d.key);
     pd_paths_renew(x, &e, S);
     assert_int_equal(view(x, &p, &d, 1, S).x, PD_PATH_BREAKER);
     pd_paths_renew(x, &d, S);
@@ -149,7 +152,10 @@ static void failures_count(void **state)
     go(x, &p, &d, PD_WENT_WELL, 0, 0, S);
     assert_true(go(x, &p, &d, PD_WENT_WELL, 0, 0, S));
     assert_null(pd_path_state((v = view(x, &p, &d, 1, S), &v), S));
+    assert_int_equal(pd_paths_special(x, S, pairs, 2), 0);
     pd_paths_trip(x, &p, &e, "integrity", S);
+    pd_paths_trip(x, &p, &e, "integrity", S);
+    assert_int_equal(pd_paths_special(x, S, pairs, 2), 1);
     assert_int_equal(view(x, &p, &e, 1, S).x, PD_PATH_BREAKER);
     for (int i = 0; i < 200; i++)
         go(x, &p, &d, PD_WENT_WELL, 0, 0, 2 * S);
@@ -179,6 +185,12 @@ static void rules_and_holds(void **state)
     assert_true(v.x == PD_PATH_HOLD && !strcmp(pd_path_state(&v, 0), "hold"));
     assert_string_equal(pd_path_text(x, &v, 0, text, sizeof text), "hold: integrity: block 3");
     assert_int_equal(view(x, &a2, &a1, 1, 0).x, PD_PATH_MAY);
+    struct pd_path_pair pairs[4];
+    pd_paths_trip(x, &a1, &a2, "integrity", 0);
+    pd_paths_trip(x, &a2, &a1, "integrity", 0);
+    assert_true(pd_paths_special(x, 0, pairs, 4) == 2 && pairs[0].p == a1.key && pairs[0].d == a2.key && pairs[1].d == a1.key);
+    assert_int_equal(pd_paths_special(x, 0, pairs, 1), 2);
+    pd_paths_renew(x, &a1, 0);
     pd_ledger_release(l, "unix:1", "unix:2", "fixed", 0);
     assert_int_equal(view(x, &a1, &a2, 1, 0).x, PD_PATH_MAY);
     pd_paths_free(x);
@@ -203,8 +215,7 @@ static void memory_is_bounded(void **state)
         go(x, &p, &d, PD_WENT_WELL, MIB, 2000, S);
     }
     assert_int_equal(view(x, &p, &bad, 1, S).x, PD_PATH_BREAKER);       /* neither what is open nor what is in use is forgotten */
-    assert_int_equal(view(x, &p, &busy, 1, S).active, 1);
-    pd_paths_end(x, &p, &busy, t, PD_WENT_WELL, NULL, 0, 0, S);
+    assert_true(view(x, &p, &busy, 1, S).active == 1 && pd_paths_end(x, &p, &busy, t, PD_WENT_WRONG, "timeout", 0, 0, S));
     assert_int_equal(view(x, &p, &busy, 1, S).active, 0);
     struct pd_path_end d = end_of(x, "unix:1", "1");
     assert_int_equal(view(x, &p, &d, 1, S).age_us, -1);

@@ -505,11 +505,171 @@ static void held_blocks_count(void **state)
     assert_true(dec.p_rows[0].cost == 0 && dec.d_rows[0].cost == 0 && dec.d_rows[1].cost == 4);
 }
 
+/* ---- paths ---- */
+
+static const char racks[] = "domain rackA rack\ndomain rackB rack\nworker unix:/p0 in rackA\nworker unix:/p1 in rackB\nworker unix:/d0 in rackA\n";
+static struct pd_topology *topology;
+static struct pd_paths *paths;
+
+static void use_paths(const char *text, struct pd_paths_opts o)
+{
+    pd_paths_free(paths);
+    pd_topology_free(topology);
+    paths = NULL;
+    topology = NULL;
+    o.breaker.jitter = 1e-12;
+    if (pd_topology_parse(text, strlen(text), "topo", &topology, &e) || pd_paths_new(&o, &paths, &e))
+        fail_msg("%s", e.msg);
+    pd_paths_set_topology(paths, topology);
+    for (struct pd_member *m = reg.first; m; m = m->next)       /* a router has one pd_paths as long as it has workers */
+        m->end.at = NULL;
+}
+
+static int clean_paths(void **state)
+{
+    pd_paths_free(paths);
+    pd_topology_free(topology);
+    paths = NULL;
+    topology = NULL;
+    return clean(state);
+}
+
+static enum pd_outcome decide(enum pd_policy p, int64_t now)
+{
+    struct pd_need q = need(p);
+    struct pd_buf rec = { 0 }, again = { 0 };
+    struct pd_arena mem = { 0 };
+    struct pd_route_rec *r = pd_arena_alloc(&mem, 1, sizeof *r, &e);
+    q.paths = paths;
+    q.now_us = now;
+    pd_decide(&reg, &q, &dec);
+    const uint8_t op[16] = { 1 };
+    struct pd_route_note note = { .run = "01JZZZZZZZZZZZZZZZZZZ00001", .op = op, .attempt = 1 };
+    assert_int_equal(pd_decision_encode(&dec, &note, &rec, &e), 0);
+    if (pd_route_replay(rec.p, rec.n, NULL, &mem, NULL, r, &again, &e))         /* as every decision, it can be made again of its record */
+        fail_msg("%s", e.msg);
+    assert_true(again.n == rec.n && !memcmp(again.p, rec.p, rec.n));
+    pd_buf_free(&rec);
+    pd_buf_free(&again);
+    pd_arena_free(&mem);
+    return dec.outcome;
+}
+
+static struct pd_path_end end_of(const struct pd_member *m) { return pd_path_end_of(paths, m->at, m->said.worker, m->said.domain); }
+
+static void transfers_fail(const struct pd_member *p, const struct pd_member *d, int times, int64_t now)
+{
+    struct pd_path_end a = end_of(p), b = end_of(d);
+    while (times--)
+        pd_paths_end(paths, &a, &b, pd_paths_begin(paths, &a, &b, now), PD_WENT_WRONG, "transfer_timeout", 0, 0, now);
+}
+
+static void a_domain_is_required(void **state)
+{
+    struct pd_member *p0 = say((struct who)READY("unix:/p0", "prefill"), 1), *p1 = say((struct who)READY("unix:/p1", "prefill"), 1),
+        *d0 = say((struct who)READY("unix:/d0", "decode"), 1);
+    p0->given = 100;            /* p1 would be taken */
+    use_paths(racks, (struct pd_paths_opts){ 0 });
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    assert_true(dec.p == p1 && dec.rec.n_paths == 2 && pd_str_eq(dec.rec.paths[0].kind, "rack") && pd_str_eq(dec.rec.paths[1].kind, "cross"));
+    assert_true(pd_str_eq(dec.domains[dec.p_rows[1].domain], "rackB") && !(dec.rec.degraded & PD_DG_NO_TOPOLOGY) && dec.rec.versions.topology);
+    use_paths(racks, (struct pd_paths_opts){ .rule = { PD_DOMAIN_REQUIRE, PD_NEAR_RACK } });
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    assert_ptr_equal(dec.p, p0);
+    assert_string_equal(why(p1), "domain required rackA");
+    p0->reachable = false;      /* not even when it is the only one; nor is it as if there were none */
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_WAIT_WORKER);
+    assert_int_equal(decide(PD_POLICY_CONDITIONAL, 1000), PD_CHOSEN);
+    assert_true(dec.d == d0 && !dec.p);
+    use_paths(racks, (struct pd_paths_opts){ .rule = { PD_DOMAIN_PREFER, PD_NEAR_RACK } });
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    assert_ptr_equal(dec.p, p1);
+    p0->reachable = true;
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    assert_ptr_equal(dec.p, p0);
+    assert_string_equal(why(p1), "domain preferred rackA");
+    pd_paths_set_topology(paths, NULL);
+    decide(PD_POLICY_FIXED, 1000);
+    assert_true(dec.rec.degraded & PD_DG_NO_TOPOLOGY);
+}
+
+static void a_breaker_keeps_a_pair_apart(void **state)
+{
+    struct pd_member *p0 = say((struct who)READY("unix:/p0", "prefill"), 1), *p1 = say((struct who)READY("unix:/p1", "prefill"), 1),
+        *d0 = say((struct who)READY("unix:/d0", "decode"), 1), *d1 = say((struct who)READY("unix:/d1", "decode"), 1);
+    use_paths(racks, (struct pd_paths_opts){ 0 });
+    p1->reachable = false;
+    d1->given = 100;
+    transfers_fail(p0, d0, 3, 1000);
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);         /* to the other one */
+    assert_ptr_equal(dec.d, d1);
+    bool told = false;
+    for (uint32_t i = 0; i < dec.rec.n_paths; i++)
+        told |= dec.rec.paths[i].p == 0 && dec.rec.paths[i].d == 0 && pd_str_eq(dec.rec.paths[i].excluded, "breaker open 1.0s") &&
+            pd_str_eq(dec.rec.paths[i].breaker, "open");
+    assert_true(told);
+    d1->reachable = false;
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_NO_PREFILL);     /* as if there were none: it may be computed where it is decoded */
+    assert_string_equal(why(p0), "breaker open 1.0s");
+    p1->reachable = true;
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    assert_ptr_equal(dec.p, p1);
+    p1->reachable = false;
+    assert_int_equal(decide(PD_POLICY_FIXED, 1001001), PD_CHOSEN);      /* a probe */
+    struct pd_path_end a = end_of(p0), b = end_of(d0);
+    struct pd_path_ticket t = pd_paths_begin(paths, &a, &b, 1001001);
+    assert_int_equal(decide(PD_POLICY_FIXED, 1001001), PD_NO_PREFILL);  /* one at a time */
+    pd_paths_end(paths, &a, &b, t, PD_WENT_WELL, NULL, 0, 0, 1001001);
+    assert_int_equal(decide(PD_POLICY_FIXED, 1001001), PD_CHOSEN);
+}
+
+static void who_is_maintained_gets_nothing(void **state)
+{
+    struct pd_member *p0 = say((struct who)READY("unix:/p0", "prefill"), 1), *d0 = say((struct who)READY("unix:/d0", "decode"), 1),
+        *d1 = say((struct who)READY("unix:/d1", "decode"), 1);
+    use_paths("domain rackA rack maintenance\nworker unix:/d0 in rackA\n", (struct pd_paths_opts){ 0 });
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    assert_true(dec.p == p0 && dec.d == d1 && !strcmp(why(d0), "maintenance"));
+    use_paths("domain rackA rack\nworker unix:/d0 in rackA\nworker unix:/p0 in rackA maintenance\n", (struct pd_paths_opts){ 0 });
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_NO_PREFILL);
+    assert_string_equal(why(p0), "maintenance");
+}
+
+static void limits_of_room_and_fallbacks(void **state)
+{
+    struct pd_member *p0 = say((struct who)READY("unix:/p0", "prefill"), 1), *d0 = say((struct who)READY("unix:/d0", "decode"), 1),
+        *d1 = say((struct who)READY("unix:/d1", "decode"), 1);
+    struct pd_limit limit = { .o.share = 0.01 };        /* 160 tokens of 16000 */
+    p0->own.blocks = 995;       /* handed out, and nobody has read it: 7 more are too much */
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_WAIT_ROOM);
+    assert_string_equal(why(p0), "capacity: 995 blocks of 1000 are taken");
+    p0->own.blocks = 993;
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    struct pd_need q = need(PD_POLICY_FIXED);
+    q.local = true;
+    q.limit = &limit;
+    pd_limit_begin(&limit, &d0->fallbacks, 100, 0);
+    for (int i = 0; i < 4; i++) {
+        pd_decide(&reg, &q, &dec);
+        assert_true(dec.outcome == PD_CHOSEN && dec.d == d1);
+        d1->given++;
+    }
+    assert_string_equal(why(d0), "fallbacks: 100 tokens of 160 are computed");
+    pd_limit_begin(&limit, &d1->fallbacks, 61, 0);
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_ROOM);
+    q.limit = NULL;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);
+}
+
 int main(void)
 {
 #define T(f) cmocka_unit_test_teardown(f, clean)
     const struct CMUnitTest tests[] = { T(the_least_loaded_is_chosen), T(held_blocks_count), T(a_worker_of_both_roles_has_the_side_that_it_prefers), T(who_has_much_to_read_gets_nothing_new), T(each_exclusion_is_named), T(what_nobody_has_is_never), T(pairs_agree),
         T(no_kv_crosses_epochs),
-        T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs) };
+        T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs),
+#define P(f) cmocka_unit_test_teardown(f, clean_paths)
+        P(a_domain_is_required), P(a_breaker_keeps_a_pair_apart), P(who_is_maintained_gets_nothing), P(limits_of_room_and_fallbacks) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

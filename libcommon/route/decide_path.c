@@ -1,0 +1,167 @@
+/* The paths of a decision: between the domains of those that may have the run, and of the pairs that are not as their domains are. */
+#include <stdio.h>
+#include "decide_in.h"
+
+enum { GUESS_BYTES = 1 << 20, SPECIAL = 32, EACH = PD_ROUTE_PATHS - SPECIAL };
+
+static struct pd_spread spread(struct pd_cost c, double least)
+{
+    double most = (double)PD_US_MOST, a = c.p50 > least ? c.p50 : least, b = c.p95 > a ? c.p95 : a;
+    return (struct pd_spread){ (int64_t)(b < most ? b : most), (int64_t)(a < most ? a : most), (c.cold ? PD_SPREAD_COLD : 0) | (c.stale ? PD_SPREAD_STALE : 0) };
+}
+
+const struct pd_path_end *pd_decide_end(const struct pd_decision *o, struct pd_member *m)
+{
+    if (!m->end.at || !pd_path_end_good(&m->end, pd_paths_turn(o->need.paths)))
+        m->end = pd_path_end_of(o->need.paths, m->at, m->known ? m->said.worker : (struct pd_str){ NULL, 0 }, m->known ? m->said.domain : (struct pd_str){ NULL, 0 });
+    return &m->end;
+}
+
+struct pd_str pd_decide_domain(const struct pd_decision *o, struct pd_member *m)
+{
+    const struct pd_topology *t = o->need.paths ? pd_paths_topology(o->need.paths) : NULL;
+    int at = t ? pd_decide_end(o, m)->spot.domain : -1;
+    const char *name = at < 0 ? NULL : pd_topology_name(t, at);
+    return name ? (struct pd_str){ name, strlen(name) } : m->said.domain;
+}
+
+/* One more path of the record; second: the rule prefers others, and this round heeds it. */
+static struct pd_route_path *add(struct pd_decision *o, struct pd_member *p, struct pd_member *d, bool heed)
+{
+    struct pd_route_rec *r = &o->rec;
+    struct pd_path_view v;
+    uint64_t bytes = (uint64_t)r->input.n_tokens * r->input.kv_bytes;
+    const struct pd_path_end *a = pd_decide_end(o, p), *b = pd_decide_end(o, d);
+    struct pd_route_path *x = &o->paths[r->n_paths];
+    char *words = o->words[r->n_paths++];
+    pd_paths_view(o->need.paths, a, b, bytes ? bytes : GUESS_BYTES, o->need.now_us, &v);
+    const char *kind = pd_near_names[v.near], *state = pd_path_state(&v, o->need.now_us);
+    *x = (struct pd_route_path){ .p = -1, .d = -1, .from = -1, .to = -1, .kind = { kind, strlen(kind) }, .latency = spread(v.latency, 0), .kib_ns = spread(v.kib_ns, 0),
+        .sync = spread(v.sync, 0), .active = v.active, .penalty_us = (int64_t)(v.penalty_us < (double)PD_US_MOST ? v.penalty_us : (double)PD_US_MOST),
+        .age_us = v.age_us > 0 ? v.age_us : 0, .breaker = { state, state ? strlen(state) : 0 } };
+    x->x = v.x == PD_PATH_HOLD ? PD_X_HOLD : v.x == PD_PATH_BREAKER ? PD_X_PATH : v.x == PD_PATH_DOMAIN || (v.second && heed) ? PD_X_DOMAIN : PD_X_NO;
+    if (!x->x)
+        return x;
+    pd_path_text(o->need.paths, &v, o->need.now_us, words, sizeof o->words[0]);
+    if (!words[0])
+        snprintf(words, sizeof o->words[0], "domain preferred %s", v.around < 0 ? "elsewhere" : pd_topology_name(pd_paths_topology(o->need.paths), v.around));
+    x->excluded = (struct pd_str){ words, strlen(words) };
+    return x;
+}
+
+/* Somebody of each domain of a side. */
+static void some(const struct pd_candidate *c, const struct pd_route_row *w, uint32_t n, struct pd_member *of[PD_ROUTE_DOMAINS])
+{
+    memset(of, 0, PD_ROUTE_DOMAINS * sizeof *of);
+    for (uint32_t i = 0; i < n; i++)
+        if (!c[i].x && c[i].m->known && !of[w[i].domain])
+            of[w[i].domain] = c[i].m;
+}
+
+static int32_t row_of(const struct pd_decision *o, const struct pd_candidate *c, uint32_t n, uint64_t key)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (!c[i].x && pd_decide_end(o, c[i].m)->key == key)
+            return (int32_t)i;
+    return -1;
+}
+
+/* Those of single workers, which go before those of domains. */
+static void special(struct pd_decision *o, bool heed)
+{
+    struct pd_path_pair pair[4 * SPECIAL];
+    uint32_t n = pd_paths_special(o->need.paths, o->need.now_us, pair, 4 * SPECIAL);
+    n = n < 4 * SPECIAL ? n : 4 * SPECIAL;
+    for (uint32_t i = 0, done = 0; i < n && done < SPECIAL; i++) {
+        int32_t p = row_of(o, o->p_row, o->n_p, pair[i].p), d = p < 0 ? -1 : row_of(o, o->d_row, o->n_d, pair[i].d);
+        if (d < 0)
+            continue;
+        struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, heed);
+        x->p = p;
+        x->d = d;
+        done++;
+    }
+}
+
+/* Can KV go from this row to anybody? *why: what is in the way first. Of one that has no path of its own its domain tells. */
+static bool reaches(const struct pd_decision *o, uint32_t i, bool own, struct pd_member *const to[PD_ROUTE_DOMAINS], const struct pd_route_path **why)
+{
+    const struct pd_route_rec *r = &o->rec;
+    uint32_t open = 0;
+    *why = NULL;
+    for (uint32_t k = 0; own && k < o->n_d; k++) {
+        if (o->d_row[k].x || o->d_row[k].m == o->p_row[i].m)
+            continue;
+        int32_t at = pd_route_path_of(r, (int32_t)i, (int32_t)k);
+        if (at < 0 || !r->paths[at].x)
+            return true;
+        *why = *why && (*why)->p >= 0 ? *why : &r->paths[at];
+    }
+    for (uint32_t k = 0; !own && k < r->n_domains; k++)
+        open += to[k] != NULL;
+    for (uint32_t k = 0; !own && k < r->n_paths; k++) {
+        const struct pd_route_path *x = &r->paths[k];
+        if (x->from != (int32_t)o->p_rows[i].domain)
+            continue;
+        if (!x->x)
+            return true;
+        *why = *why ? *why : x;
+        open--;
+    }
+    return !own && open;        /* there was no room for all */
+}
+
+/* A prefill worker from which no path may be used is none. */
+static void strand(struct pd_decision *o, struct pd_member *const to[PD_ROUTE_DOMAINS])
+{
+    const struct pd_route_rec *r = &o->rec;
+    for (uint32_t i = 0; i < o->n_p; i++) {
+        const struct pd_route_path *why;
+        bool own = false;
+        for (uint32_t k = 0; k < r->n_paths; k++)
+            own |= r->paths[k].p == (int32_t)i;
+        if (o->p_row[i].x || reaches(o, i, own, to, &why) || !why)
+            continue;
+        o->p_row[i].x = (enum pd_excluded)why->x;
+        o->p_rows[i].x = why->x;
+        o->p_row[i].stranded = true;
+        o->p_row[i].detail = why->excluded.p;
+    }
+}
+
+void pd_decide_paths(struct pd_decision *o, bool heed)
+{
+    struct pd_route_rec *r = &o->rec;
+    const struct pd_topology *t = o->need.paths ? pd_paths_topology(o->need.paths) : NULL;
+    struct pd_member *from[PD_ROUTE_DOMAINS], *to[PD_ROUTE_DOMAINS];
+    r->n_paths = 0;
+    for (uint32_t i = 0; i < o->n_p; i++)
+        if (o->p_row[i].stranded) {
+            o->p_row[i].x = PD_X_NO;
+            o->p_rows[i].x = PD_X_NO;
+            o->p_row[i].stranded = false;
+        }
+    if (!o->need.paths || !o->n_p)
+        return;
+    r->degraded |= t ? 0 : PD_DG_NO_TOPOLOGY;
+    r->versions.topology = t ? pd_topology_version(t) >> 11 : 0;       /* as an integer that every reader has */
+    some(o->p_row, o->p_rows, o->n_p, from);
+    some(o->d_row, o->d_rows, o->n_d, to);
+    bool any_x = false;
+    for (int near = 0; near < PD_NEAR_N; near++)        /* the near ones, should there not be room for all */
+        for (uint32_t i = 0; i < r->n_domains; i++)
+            for (uint32_t k = 0; k < r->n_domains && r->n_paths < EACH; k++) {
+                if (!from[i] || !to[k])
+                    continue;
+                if (pd_paths_near(o->need.paths, pd_decide_end(o, from[i]), pd_decide_end(o, to[k])) != (enum pd_near)near)
+                    continue;
+                struct pd_route_path *x = add(o, from[i], to[k], heed);
+                x->from = (int32_t)i;
+                x->to = (int32_t)k;
+            }
+    special(o, heed);
+    for (uint32_t i = 0; i < r->n_paths; i++)
+        any_x |= r->paths[i].x != PD_X_NO;
+    if (any_x)
+        strand(o, to);
+}
