@@ -1,8 +1,11 @@
-/* pd-bench: measures. Verbs: engine (the rows of make bench-engine), logits (for comparing engines), gen (a workload). */
+/* pd-bench: measures. Verbs: engine (the rows of make bench-engine), logits (for comparing engines), gen (a workload), load (a client that sends
+ * it and notes when the answers came), score (the figures of that). */
 #include <stdio.h>
 #include "../libcommon/engine/measure.h"
 #include "../libcommon/engine/options.h"
+#include "../libcommon/serve/load.h"
 #include "../libcommon/sim/gen.h"
+#include "../libcommon/sim/score.h"
 
 static char *tests, *ids;
 static int reps = 5, all;
@@ -41,7 +44,7 @@ static int print_row(void *ctx, const struct pd_row *r, struct pd_err *e)
 
 static int open_bench(struct pd_runtime *rt, struct pd_err *e) { return pd_engine_open("bench", rt, e); }
 
-static int engine(struct pd_err *e)
+static int engine(int *status, struct pd_err *e)
 {
     struct pd_runtime rt = { 0 };
     if (reps < 1 || reps > 64)
@@ -65,7 +68,7 @@ static int engine(struct pd_err *e)
     return rc;
 }
 
-static int logits(struct pd_err *e)
+static int logits(int *status, struct pd_err *e)
 {
     struct pd_runtime rt = { 0 };
     if (!ids || !pd_cli.out)
@@ -78,10 +81,17 @@ static int logits(struct pd_err *e)
 }
 
 static struct poptOption gen_options[] = { { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_gen_options, 0, "The workload:", NULL }, PD_CLI_COMMON };
-static const struct verb { const char *name, *args; const struct poptOption *options; int (*run)(struct pd_err *e); } verbs[] = {
+static struct poptOption load_options[] = { { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_load_options, 0, "The load:", NULL }, PD_CLI_COMMON };
+static struct poptOption score_options[] = { { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_score_options, 0, "The score:", NULL }, PD_CLI_COMMON };
+static int gen(int *status, struct pd_err *e) { return pd_gen_run(e); }
+static int score(int *status, struct pd_err *e) { return pd_score_verb(e); }
+
+static const struct verb { const char *name, *args; const struct poptOption *options; int (*run)(int *status, struct pd_err *e); } verbs[] = {
     { "engine", "engine -m MODEL", options, engine },
     { "logits", "logits -m MODEL --ids FILE -o FILE", options, logits },
-    { "gen", "gen -o FILE", gen_options, pd_gen_run },
+    { "gen", "gen -o FILE", gen_options, gen },
+    { "load", "load -i REQUESTS -o unix:ROUTER | --self-test", load_options, pd_load_verb },
+    { "score", "score -i RESULTS", score_options, score },
 };
 enum { VERBS = sizeof verbs / sizeof *verbs };
 static const struct verb *verb;
@@ -94,8 +104,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         else if (!strcmp(args[0], verbs[i].name))
             verb = &verbs[i];
     if (verb && !args[1])
-        return verb->run(e);
-    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (engine, logits, gen)", args[0] ? args[1] ? args[1] : args[0] : "");
+        return verb->run(status, e);
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (engine, logits, gen, load, score)", args[0] ? args[1] ? args[1] : args[0] : "");
 }
 
 /* Each verb has its own options; engine's and logits' may stand before it, too. */
@@ -104,6 +114,6 @@ int main(int argc, char **argv)
     for (int i = 0; argc > 1 && i < VERBS; i++)
         if (!strcmp(argv[1], verbs[i].name))
             verb = &verbs[i];
-    return pd_cli_main("pd-bench", verb ? verb->options : options, verb ? verb->args : "engine|logits -m MODEL | gen -o FILE; pd-bench VERB --help", argc, argv,
+    return pd_cli_main("pd-bench", verb ? verb->options : options, verb ? verb->args : "engine|logits|gen|load|score; pd-bench VERB --help", argc, argv,
                        pd_engine_version, run);
 }

@@ -30,7 +30,7 @@ _pd() {
         --prefix) words="cold partial full trace" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
         --chunk | -t | --threads | --block-size | --seed | --epoch | --domain | --bound | --last | --trace-max) return ;;
-        -m | --model | -i | --input | -o | --output | --trace | --ids | --out | --key-file | --streams | --with) compopt -o default 2>/dev/null; return ;;
+        -m | --model | -i | --input | -o | --output | --trace | --ids | --out | --key-file | --streams | --with | --requests) compopt -o default 2>/dev/null; return ;;
     esac
 
     if [[ -z $words && $cur == -* ]]; then words=$(_pd_options "$cmd" ${verb:+"$verb"}); fi
@@ -45,7 +45,7 @@ _pd() {
                 if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow kv verify"
                 elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice convert salvage png"
                 fi ;;
-            pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits gen" ;;
+            pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits gen load score" ;;
         esac
     fi
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""pd-bench gen: workloads of the asked shape, by seed, at their times, through the pipeline; bad options and logs in one line."""
+"""pd-bench gen, load, score: workloads of the asked shape, by seed, at their times; what was noted of their answers, and the figures of that; nothing that was
+slow, failed or never came is left out; bad input in one line."""
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -70,6 +72,86 @@ def pipeline():
     p.stdout.close()
 
 
+def score(data, *args):
+    r = run([BENCH, "score", "--format", "json", *args], data)
+    return json.loads(r.stdout) if r.returncode == 0 else {"stderr": r.stderr}
+
+
+def load(reqs, at, *args, **kw):
+    return run([BENCH, "load", "-i", reqs, *(["-o", at] if at else ["--self-test"]), *args], **kw)
+
+
+def scores():
+    reqs = os.path.join(tmp, "reqs.mp")
+    req = gen("-n", "12", "--isl", "5-40", "--osl", "4", "--rate", "40").stdout
+    open(reqs, "wb").write(req)
+    out = run(decode("--stream"), run(prefill(), req).stdout).stdout
+    s = score(out, "--requests", reqs, "--slo", "ttft=30s")
+    ok(s.get("basis") == "reported" and s["requests"] == s["ended"] == 12 and s["figures"]["ttft"]["formula"] == "first-accepted" and s["figures"]["ttft"]["n"] == 12
+       and s["figures"]["itl"]["n"] == 36 and s["met"] == 12 and s["output_tokens"] == 48 and s["mode"] == {"remote": 12} and s["span_s"] == 0, "a pipeline that is not paced: as reported", s)
+    half = results(run(decode("--format", "json"), run(prefill(), req).stdout).stdout)[:6]
+    s = score(tap.lines(half), "--requests", reqs, "--slo", "ttft=30s")
+    ok(s.get("requests") == 12 and s["unanswered"] == 6 and s["with_slo"] == 12 and s["met"] == 6, "what nobody answered is in the denominator", s)
+    env = dict(os.environ, BENCH=BENCH, T=tap.model, B=B)
+    r = run(["bash", "-c", 'set -o pipefail; cd "$0" && "$BENCH" gen -n 20 --rate 40 --isl 8 --osl 4 --pace | tee paced.mp | "$B/bin/pd-prefill" -m "$T" | '
+             '"$B/bin/pd-decode" -m "$T" --stream | "$BENCH" score --requests paced.mp --format json', tmp], env=env)
+    s = json.loads(r.stdout) if r.stdout else {}
+    ok(s.get("basis") == "seen" and s["figures"]["ttft"]["n"] == 20 and s["figures"]["ttft"]["formula"] == "first_seen-scheduled" and 0.2 < s["span_s"] < 5, "a paced one: seen, from the schedule", (s, r.stderr))
+
+
+def loads():
+    reqs = os.path.join(tmp, "load.mp")
+    open(reqs, "wb").write(gen("-n", "40", "--rate", "80", "--isl", "5-40", "--osl", "6", "--slo", "ttft=20s,tpot=5s", "--class", "name=a", "--class", "name=b,osl=1").stdout)
+    want = {r["id"]: r for r in jsonl(run(tap.trace("cat", reqs)).stdout)}
+    at = "unix:" + os.path.join(tmp, "d0")
+    worker = subprocess.Popen(decode("--listen", at, "--role", "both"), stderr=subprocess.DEVNULL)
+    router = subprocess.Popen([f"{B}/bin/pd-route", "--worker", at, "--listen", f"unix:{tmp}/r"], stderr=subprocess.DEVNULL)
+    for name, to in (("worker", at), ("router", f"unix:{tmp}/r")):
+        r = load(reqs, to, "--format", "json")
+        got = {x["id"]: x for x in results(r.stdout)}
+        ok(r.returncode == 0 and set(got) == set(want) and all(x["sched_us"] == want[i]["arrival_us"] and x["sched_us"] <= x["sent_us"] <= x["first_us"] <= x["done_us"]
+           and x["class"] == want[i]["class"] and x["slo"] == want[i]["slo"] and len(x.get("gaps_us", [])) == x["completion_tokens"] - 1 == want[i]["max_tokens"] - 1
+           for i, x in got.items()), f"a {name} under an open load: every request, with its times", r.stderr)
+        s = score(r.stdout)
+        n_b = sum(x["class"] == "b" for x in want.values())
+        ok(s.get("basis") == "scheduled" and s["requests"] == s["ended"] == s["met"] == 40 and s["figures"]["tpot"]["n"] == 40 - n_b and s["figures"]["itl"]["n"] == 5 * (40 - n_b)
+           and abs(s["offered_s"] / (39e6 / (max(x["arrival_us"] for x in want.values()) - min(x["arrival_us"] for x in want.values()))) - 1) < 1e-6
+           and {c["class"]: c["requests"] for c in s["classes"]} == {"a": 40 - n_b, "b": n_b}, f"and its score ({name})", s)
+    r = load(reqs, at, "--concurrency", "4", "--no-stream")
+    s = score(r.stdout)
+    ok(s.get("basis") == "sent" and s["ended"] == 40 and "ttft" not in s["figures"] and s["figures"]["e2e"]["n"] == 40, "closed, and without streams", s)
+    # The worker stands still for 0.6 s: a client that waited for answers would note one slow request, this one all that were to arrive meanwhile.
+    p = subprocess.Popen([BENCH, "load", "-i", reqs, "-o", at, "--format", "json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    time.sleep(0.25)
+    worker.send_signal(signal.SIGSTOP)
+    time.sleep(0.6)
+    worker.send_signal(signal.SIGCONT)
+    late = [x for x in results(p.communicate(timeout=60)[0]) if x["first_us"] - x["sched_us"] > 150000]
+    ok(len(late) >= 8 and max(x["first_us"] - x["sched_us"] for x in late) > 300000, "a stall is in the times of all that were to arrive in it", len(late))
+    worker.send_signal(signal.SIGSTOP)
+    r = load(reqs, at, "--idle", "300ms", "--format", "json")
+    worker.send_signal(signal.SIGCONT)
+    s = score(r.stdout)
+    ok(r.returncode == 5 and s["requests"] == s["failed"] == 40 and s["attainment"][0] == 0, "nobody answers: given up, each request failed", (r.returncode, r.stderr, s))
+    slow = os.path.join(tmp, "slow.mp")
+    gen("-n", "40", "--arrivals", "even", "--rate", "20", "--isl", "8", "--osl", "4", "-o", slow)
+    p = subprocess.Popen([BENCH, "load", "-i", slow, "-o", at, "--format", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(0.8)
+    worker.kill()
+    out, err = p.communicate(timeout=60)
+    s = score(out)
+    ok(p.returncode != 0 and s["requests"] == 40 and s["failed"] > 5 and s["ended"] > 0 and len(jsonl(out)) == 40 + s["failed"], "the worker dies: all that it owed failed, with an error each",
+       (p.returncode, err, s))
+    worker.wait()
+    router.terminate()
+    router.wait()
+    r = load(reqs, at, "--connect-timeout", "200ms")
+    ok(r.returncode == 7 and one_line(r.stderr) and not r.stdout, "nobody is there", (r.returncode, r.stderr))
+    r = load(reqs, None)
+    s = score(r.stdout)
+    ok(r.returncode == 0 and s["ended"] == 40 and s["figures"]["ttft"]["p50"][0] < 50, "--self-test: the client's own floor", (r.stderr, s))
+
+
 def refusals():
     bad = os.path.join(tmp, "bad.csv")
     with open(bad, "w") as f:
@@ -77,12 +159,17 @@ def refusals():
     for args, says, *status in [(["gen", "--rate", "0"], "--rate"), (["gen", "--isl", "5-"], "--isl"), (["gen", "--arrivals", "often"], "--arrivals"),
                                 (["gen", "--prefix", "trace"], "need a trace"), (["gen", "--class", "isl=x"], "--class: isl"), (["gen", "--slo", "e2e=1s"], "--slo"),
                                 (["gen", "--trace", bad], "line 2: ContextTokens: 'x'", 4), (["gen", "--trace", "/nowhere"], "/nowhere", 1),
-                                (["gen", "--arrivals", "onoff"], "--on 2s"), (["gen", "--reps", "3"], "--reps"), (["nothing"], "no verb"), (["-v", "gen"], "the verb comes first")]:
+                                (["gen", "--arrivals", "onoff"], "--on 2s"), (["gen", "--reps", "3"], "--reps"), (["load"], "-o:"), (["load", "-o", "file"], "-o:"), (["load", "-o", "unix:x", "--self-test"], "--self-test"),
+                                (["load", "-i", "/dev/null", "-o", "unix:x"], "no request", 1), (["score", "-i", "/dev/null"], "no result", 1), (["score", "--slo", "5ms"], "--slo"),
+                                (["nothing"], "no verb"), (["-v", "gen"], "the verb comes first")]:
         good, note = refused(args, says, *status)
         ok(good, f"refused: {' '.join(args[:3])}".replace(tmp, "."), note)
 
 
+tap.model = os.path.abspath(TINY)
 generate()
 pipeline()
+scores()
+loads()
 refusals()
 tap.done()
