@@ -68,8 +68,10 @@ int pd_lens_parse(const char *s, struct pd_lens *out, struct pd_err *e)
     *out = (struct pd_lens){ PD_LENS_FIXED, floor(a), floor(a) };
     if (!lognormal && !*end)
         return a == floor(a) ? 0 : pd_fail(e, PD_EUSAGE, "'%s': tokens are whole (example: 512)", s);
-    b = end[1] >= '0' && end[1] <= '9' ? strtod(end + 1, &end) : -1;
-    if (lognormal ? *end || !(b > 0 && b <= 5) : *end || b < a || b > PD_REQLOG_TOKENS || b != floor(b) || a != floor(a) || !strchr(s, '-'))
+    if (*end != (lognormal ? ':' : '-') || end[1] < '0' || end[1] > '9')
+        goto bad;
+    b = strtod(end + 1, &end);
+    if (*end || (lognormal ? !(b > 0 && b <= 5) : b < a || b > PD_REQLOG_TOKENS || b != floor(b) || a != floor(a)))
         goto bad;
     *out = (struct pd_lens){ lognormal ? PD_LENS_LOGNORMAL : PD_LENS_UNIFORM, a, b };
     return 0;

@@ -109,7 +109,7 @@ static void lengths(void **state)
     assert_true(l.kind == PD_LENS_UNIFORM && l.a == 64 && l.b == 256);
     assert_int_equal(pd_lens_parse("lognormal:200:0.8", &l, &e), 0);
     assert_true(l.kind == PD_LENS_LOGNORMAL && l.a == 200 && l.b == 0.8);
-    static const char *const bad[] = { "", "0", "-5", "5-4", "1.5", "9-", "1e9", "lognormal", "lognormal:200", "lognormal:0:1", "lognormal:2:0", "lognormal:2:9", "7x", "3:4", "nan" };
+    static const char *const bad[] = { "", "0", "-5", "5-4", "1.5", "9-", "1e9", "lognormal", "lognormal:200", "lognormal:0:1", "lognormal:2:0", "lognormal:2:9", "7x", "3:4", "3:4-5", "lognormal:3-4", "lognormal:", "nan" };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         if (pd_lens_parse(bad[i], &l, &e) != PD_EUSAGE)
             fail_msg("%s", bad[i]);
