@@ -163,7 +163,7 @@ static inline void hold_back(struct xf *w)
         if (!any && w->tcp)
             xf_news(w);
     }
-    for (int64_t until = pd_mono_us() + w->patience_ms * 200; pd_mono_us() < until;) {        /* writes land */
+    for (int64_t until = pd_mono_us() + w->patience_ms * 100; pd_mono_us() < until;) {        /* writes land */
         pd_xfer_poll(w->g, w->now);
         pd_xfer_poll(w->t, w->now);
         xf_flush(w, false);
