@@ -281,6 +281,13 @@ static void after_the_fence(void **state)
             if (w.got[1][PD_XE_TAKEN] || w.got[1][PD_XE_FAILED] != 1)
                 SAY(y, "a late reader", "taken %u", w.got[1][PD_XE_TAKEN]);
         } else {
+            if (way_streams(y)) {               /* within a chunk */
+                struct unit *u = &l.u[l.payload[0]];
+                size_t half = u->n / 2;
+                assert_int_equal(send(w.tap[0].b, u->p, half, MSG_NOSIGNAL), half);
+                memmove(u->p, u->p + half, u->n -= half);
+                xf_pump(&w);
+            }
             pd_move_cancel(w.tm, "asked", w.now);
             xf_flush(&w, true);
             w.to_g.n = 0;                       /* lost */
