@@ -348,13 +348,45 @@ static void what_another_policy_would_have_done(void **state)
     assert_non_null(strstr(e.msg, "--policy: 'thresold' is not known"));
 }
 
+/* ls and stats of a router's log that has no events in it. */
+static int list(const struct pd_review_opts *opts, int *st, struct pd_err *err) { return pd_report_ls(&opts->log, st, err); }
+static int stats(const struct pd_review_opts *opts, int *st, struct pd_err *err) { return pd_report_stats(&opts->log, st, err); }
+
+static void listed_by_outcome(void **state)
+{
+    fresh("fixed");
+    decide(1);
+    r.waited_us = 2 * MS;
+    decide(2);
+    just_so();
+    o.waited_us = 2 * MS;
+    ends();
+    decide(3);
+    just_so();
+    strcpy(o.finish_reason, "error");
+    o.has = 0;
+    o.p.n = 0;
+    o.cause = (struct pd_str)S("no\x1b[m KV");
+    o.completion_tokens = 0;
+    ends();
+    assert_int_equal(review(list, (struct pd_review_opts){ 0 }), 0);
+    assert_string_equal(said,
+        "01M8PAW1CACQM7WS4V00000002  2026-11-30T00:53:21.998000Z  remote     completed    32 tokens  ttft 1067.000 ms  e2e 1687.000 ms  p0 > d0\n"
+        "01M8PAW1CACQM7WS4V00000003  2026-11-30T00:53:22.998000Z  remote     failed        0 tokens  ttft -  e2e -  d0: no [m KV\n"
+        "01M8PAW1CACQM7WS4V00000001  2026-11-30T00:53:21.000000Z  remote     route_selected     0 tokens  ttft -  e2e -  p0 > d0\n");
+    assert_int_equal(review(stats, (struct pd_review_opts){ .log.json = true }), 0);
+    says("{\"name\":\"decided_remote\",\"unit\":\"count\",\"value\":3}\n");
+    says("{\"name\":\"outcomes\",\"unit\":\"count\",\"value\":2}\n");
+    says("{\"name\":\"r_ttft\",\"unit\":\"ms\",\"n\":1,\"min\":1065.000,");
+}
+
 int main(void)
 {
     int fd = mkstemp(file);
     pd_log_init("test", 0, true);
     const struct CMUnitTest tests[] = { cmocka_unit_test(why_in_words), cmocka_unit_test(why_as_json), cmocka_unit_test(why_there_is_no_other_way),
                                         cmocka_unit_test(why_a_run_was_decided_twice), cmocka_unit_test(why_not), cmocka_unit_test(replayed),
-                                        cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done) };
+                                        cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done), cmocka_unit_test(listed_by_outcome) };
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     close(fd);
     unlink(file);
