@@ -43,10 +43,10 @@ static int lines_of(const struct pd_route_rec *r, const struct pd_route_pair *o,
 static void put_way(FILE *out, const struct pd_route_rec *r, const struct pd_route_pair *o)
 {
     if (o->p >= 0) {
-        pd_report_text(out, r->p[o->p].worker);
+        pd_report_plain(out, r->p[o->p].worker);
         fputs(" > ", out);
     }
-    pd_report_text(out, r->d[o->d].worker);
+    pd_report_plain(out, r->d[o->d].worker);
 }
 
 static const char *mode_of(const struct pd_route_rec *r, const struct pd_route_pair *o)
@@ -84,16 +84,16 @@ static void put_side(FILE *out, const char *name, const struct pd_route_row *w, 
             if (told++ >= NAMED)
                 continue;
             fputs(told > 1 ? pass ? "; " : ", " : " ", out);
-            pd_report_text(out, w[i].worker);
+            pd_report_plain(out, w[i].worker);
             if (pass) {
                 fputs(" (", out);
-                pd_report_text(out, w[i].excluded);
+                pd_report_plain(out, w[i].excluded);
                 putc(')', out);
             } else if (w[i].hit_blocks || (kv && w[i].x_kv)) {
                 fprintf(out, " (%s%u of %u blocks", w[i].hit_blocks ? "holds " : "", w[i].hit_blocks, w[i].hit_blocks + w[i].miss_blocks);
                 if (kv && w[i].x_kv) {
                     fputs("; no KV from elsewhere: ", out);
-                    pd_report_text(out, w[i].excluded);
+                    pd_report_plain(out, w[i].excluded);
                 }
                 putc(')', out);
             }
@@ -144,7 +144,7 @@ static void put_missing(FILE *out, const struct pd_route_rec *r, bool remote)
     else if (remote && !any_could(r->d, r->n_d, true))
         fputs("no decode worker has room for KV from elsewhere", out);
     else
-        pd_report_text(out, between(r, remote));
+        pd_report_plain(out, between(r, remote));
     putc('\n', out);
 }
 
@@ -161,7 +161,7 @@ static void put_asked(FILE *out, const struct pd_route_rec *r)
         fprintf(out, " (%u expected, P95 %u)", q->out_p50, q->out_p95);
     if (q->adapter.n) {
         fputs(", adapter ", out);
-        pd_report_text(out, q->adapter);
+        pd_report_plain(out, q->adapter);
     }
     if (q->deadline_us)
         fprintf(out, ", %.1f ms of its deadline left", ms(q->deadline_us));
@@ -182,10 +182,10 @@ static void put_asked(FILE *out, const struct pd_route_rec *r)
             r->versions.registry);
     if (r->cause.n || r->fallback.n) {
         fprintf(out, "%-10s ", "again");
-        pd_report_text(out, r->cause.n ? r->cause : r->fallback);
+        pd_report_plain(out, r->cause.n ? r->cause : r->fallback);
         if (r->cause.n && r->fallback.n) {
             fputs("; fallback ", out);
-            pd_report_text(out, r->fallback);
+            pd_report_plain(out, r->fallback);
         }
         putc('\n', out);
     }
@@ -208,17 +208,17 @@ static void put_path(FILE *out, const struct pd_route_rec *r, const struct pd_ro
         fputs(", of which nothing is known", out);
     else {
         fprintf(out, ", ");
-        pd_report_text(out, x->kind.n ? x->kind : str_of("unknown"));
+        pd_report_plain(out, x->kind.n ? x->kind : str_of("unknown"));
         if (x->from >= 0 && x->to >= 0) {
             putc(' ', out);
-            pd_report_text(out, r->domains[x->from]);
+            pd_report_plain(out, r->domains[x->from]);
             fputs(" > ", out);
-            pd_report_text(out, r->domains[x->to]);
+            pd_report_plain(out, r->domains[x->to]);
         }
         fprintf(out, ", %u transfer%s on it, measured %.1f s ago", x->active, x->active == 1 ? "" : "s", (double)x->age_us / 1e6);
         if (x->breaker.n) {
             fputs(", breaker ", out);
-            pd_report_text(out, x->breaker);
+            pd_report_plain(out, x->breaker);
         }
     }
     if (r->chosen.converted[0])
@@ -320,20 +320,20 @@ static void put_outcome(FILE *out, const struct pd_route_rec *r, const struct pd
     if (o->d.n) {
         fputs(", ", out);
         if (o->p.n) {
-            pd_report_text(out, o->p);
+            pd_report_plain(out, o->p);
             fputs(" > ", out);
         }
-        pd_report_text(out, o->d);
+        pd_report_plain(out, o->d);
     }
     if (o->migrations)
         fprintf(out, ", migrated %u time%s", o->migrations, o->migrations == 1 ? "" : "s");
     if (o->fallback.n) {
         fputs("; fell back: ", out);
-        pd_report_text(out, o->fallback);
+        pd_report_plain(out, o->fallback);
     }
     if (o->cause.n) {
         fputs("; ", out);
-        pd_report_text(out, o->cause);
+        pd_report_plain(out, o->cause);
     }
     fprintf(out, "; of the prompt %u tokens were held, %u came, %u were computed again\n", o->cached_tokens, o->transferred_tokens, o->recomputed_tokens);
     if (!done && has)
@@ -373,7 +373,7 @@ static void put_words(FILE *out, const struct pd_route_rec *r, uint32_t of, cons
         if (!way[k])
             put_missing(out, r, k);
     fprintf(out, "%-10s ", r->chosen.any ? "chosen" : "nobody");
-    pd_report_text(out, str_of(r->reason));
+    pd_report_plain(out, str_of(r->reason));
     putc('\n', out);
     if (r->chosen.any && way[0] && way[1])
         put_difference(out, r, way[r->chosen.mode == PD_MODE_REMOTE], way[r->chosen.mode != PD_MODE_REMOTE]);

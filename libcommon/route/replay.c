@@ -91,11 +91,11 @@ static void put_difference(struct replay *p, const struct difference *d)
         return;
     }
     fprintf(out, "%s  decision %u: ", p->was->run, p->was->attempt);
-    pd_report_text(out, key);
+    pd_report_plain(out, key);
     fputs(" was ", out);
-    pd_report_text(out, (struct pd_str){ was, strlen(was) });
+    pd_report_plain(out, (struct pd_str){ was, strlen(was) });
     fputs(", is ", out);
-    pd_report_text(out, (struct pd_str){ now, strlen(now) });
+    pd_report_plain(out, (struct pd_str){ now, strlen(now) });
     putc('\n', out);
 }
 
@@ -132,7 +132,7 @@ static void put_choice(FILE *out, const struct pd_route_rec *r)
         struct pd_str w = worker_of(r, p);
         if (w.n) {
             fputs(p || r->chosen.p < 0 ? " " : " > ", out);
-            pd_report_text(out, w);
+            pd_report_plain(out, w);
         }
     }
 }

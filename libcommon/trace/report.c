@@ -21,7 +21,7 @@ void pd_report_json(FILE *out, const char *key, struct pd_str v)
     putc('"', out);
 }
 
-void pd_report_text(FILE *out, struct pd_str s)
+void pd_report_plain(FILE *out, struct pd_str s)
 {
     for (size_t i = 0; i < s.n; i++)
         putc((unsigned char)s.p[i] < 0x20 || s.p[i] == 0x7f ? '?' : s.p[i], out);
@@ -168,7 +168,7 @@ static int print_event(const struct pd_report_opts *o, const struct pd_log_rec *
         fprintf(out, " %u tokens", v->tokens);
     if (v->cause.n) {
         fputs(": ", out);
-        pd_report_text(out, v->cause);
+        pd_report_plain(out, v->cause);
     }
     putc('\n', out);
     return 0;
