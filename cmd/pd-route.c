@@ -1,5 +1,6 @@
 /* pd-route: requests of many clients in, each given to workers, tokens and results back. Also asks: the ledger of any daemon, which workers fit together. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <unistd.h>
 #include "../libcommon/base/cli.h"
 #include "../libcommon/base/log.h"
@@ -11,7 +12,7 @@
 #include "../libcommon/wire/frame.h"
 #include "../libcommon/wire/stream.h"
 
-static char **workers, *workers_file, *policy, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *index_bytes, *trace, *trace_max, *status_of;
+static char **workers, *workers_file, *policy, *risk, *temperature, *shadow, *profile, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *index_bytes, *trace, *trace_max, *status_of;
 static int stream, early, check;
 static struct poptOption ask_options[] = {
     { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)",
@@ -24,6 +25,10 @@ static struct poptOption options[] = {
     { "worker", '\0', POPT_ARG_ARGV, &workers, 0, "a worker to use: unix:PATH; may be repeated. Others dial in (their --register)", "ENDPOINT" },
     { "policy", '\0', POPT_ARG_STRING, &policy, 0, "aggregated, fixed, conditional, threshold:N, dynamo, llmd or random "
         "(default: fixed when there are prefill workers, else aggregated)", "POLICY" },
+    { "risk", '\0', POPT_ARG_STRING, &risk, 0, "of conditional: the quantile that is compared, 0.5 to 0.999 (default 0.95)", "Q" },
+    { "temperature", '\0', POPT_ARG_STRING, &temperature, 0, "draw among good ways instead of taking the best: 0.1 gives one that is 10 % worse e times less (default 0)", "T" },
+    { "shadow", '\0', POPT_ARG_STRING, &shadow, 0, "a second policy, looked at without effect and recorded", "POLICY" },
+    { "profile", '\0', POPT_ARG_STRING, &profile, 0, "begin with these costs instead of a guess (pd-bench calibrate writes them)", "FILE" },
     { "stream", '\0', POPT_ARG_NONE, &stream, 0, "send token records to clients that do not say (default: results alone)", NULL },
     { "early-first-token", '\0', POPT_ARG_NONE, &early, 0, "let the first token out before its KV is verified (default: hold it)", NULL },
     { "seed", '\0', POPT_ARG_STRING, &seed, 0, "of requests that bring none (default 0)", "N" },
@@ -108,20 +113,42 @@ static int a_time(const char *name, const char *text, int64_t *us, struct pd_err
     return text && *us < 1000 ? pd_fail(e, PD_EUSAGE, "%s: '%s' is too short (1ms or more)", name, text) : 0;
 }
 
+static int a_fraction(const char *name, const char *text, double lo, double hi, double *v, struct pd_err *e)
+{
+    char *end = NULL;
+    double x = text ? strtod(text, &end) : *v;
+    if (text && (end == text || *end || !(x >= lo && x <= hi)))
+        return pd_fail(e, PD_EUSAGE, "%s: '%s' is not a number from %g to %g", name, text, lo, hi);
+    *v = x;
+    return 0;
+}
+
+static int rules(struct pd_router_opts *o, struct pd_err *e)
+{
+    struct pd_policy_spec spec = { 0 };
+    int rc = policy ? pd_policy_parse(policy, &spec, e) : 0;
+    if (rc)
+        return pd_err_prefix(e, "--policy");
+    o->policy = spec.kind;
+    o->policy_n = policy && strchr(policy, ':') ? spec.n : 0;
+    o->rules = pd_rules_usual;
+    o->profile = profile;
+    if ((rc = a_fraction("--risk", risk, 0.5, 0.999, &o->rules.risk, e)) || (rc = a_fraction("--temperature", temperature, 0, 1000, &o->rules.temperature, e)))
+        return rc;
+    if (shadow && (pd_policy_parse(shadow, &spec, e) < 0 || snprintf(o->rules.shadow, sizeof o->rules.shadow, "%s", shadow) >= (int)sizeof o->rules.shadow))
+        return pd_err_prefix(e, "--shadow");
+    return 0;
+}
+
 static int serve(struct pd_err *e)
 {
     struct pd_router_opts o = { .worker = (const char *const *)workers, .policy_given = policy != NULL, .stream = stream, .early = early };
     struct pd_daemon_opts d = { .role = "route" };
     struct pd_trace *t = NULL;
-    struct pd_policy_spec spec = { 0 };
     char name[80], host[64] = "host";
     int64_t runs = 0, tries = 0, rotate = 0, index = 0, max = pd_cli_max_record(e);
     int rc = max < 0 ? e->code : pd_daemon_from_cli(&d, e);
-    if (rc == 0 && policy && (rc = pd_policy_parse(policy, &spec, e)) < 0)
-        pd_err_prefix(e, "--policy");
-    o.policy = spec.kind;
-    o.policy_n = policy && strchr(policy, ':') ? spec.n : 0;
-    if (rc || (rc = a_number("--seed", seed, 0, INT64_MAX, &o.seed, e)) || (rc = a_number("--max-runs", max_runs, 1, 1000000, &runs, e)) ||
+    if (rc || (rc = rules(&o, e)) || (rc = a_number("--seed", seed, 0, INT64_MAX, &o.seed, e)) || (rc = a_number("--max-runs", max_runs, 1, 1000000, &runs, e)) ||
         (rc = a_number("--attempts", attempts, 1, 100, &tries, e)) || (rc = a_time("--wait", wait_, &o.wait_us, e)) ||
         (rc = a_time("--suspect-after", suspect, &o.suspect_us, e)) || (rc = a_time("--gone-after", gone, &o.gone_us, e)) ||
         (rc = a_time("--idempotency-ttl", key_ttl, &o.key_ttl_us, e)))

@@ -3,6 +3,7 @@
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../kv/convert.h"
+#include "../wire/pack.h"
 #include "decoding.h"
 
 /* One record or several of a run. */
@@ -35,6 +36,18 @@ static void put_token(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice
     struct pd_err e;
     put(d, r, &b, pd_token_encode(&rec, &b, &e), &e);
     pd_buf_free(&b);
+}
+
+static int pack_times(const struct pd_dc_run *r, struct pd_buf *t, struct pd_err *e)
+{
+    struct pd_packer k;
+    pd_pack_init(&k, t, e);
+    msgpack_pack_map(&k.pk, 2);
+    pd_pack_text(&k, "queue_us");
+    msgpack_pack_int64(&k.pk, r->queue_us > 0 ? r->queue_us : 0);
+    pd_pack_text(&k, "prefill_us");
+    msgpack_pack_int64(&k.pk, r->prefill_us);
+    return k.rc;
 }
 
 static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choice, const char *reason)
@@ -74,10 +87,13 @@ static void put_result(struct pd_decoder *d, struct pd_dc_run *r, uint32_t choic
         if (n > r->n_resume + 1)
             res.tpot_ms = (res.e2e_ms - res.ttft_ms) / (n - r->n_resume - 1);
     }
-    struct pd_buf b = { 0 };
+    struct pd_buf b = { 0 }, t = { 0 };
     struct pd_err e;
-    put(d, r, &b, pd_result_encode(&res, &b, &e), &e);
+    int rc = r->prefill_us > 0 ? pack_times(r, &t, &e) : 0;
+    res.t = (struct pd_bin){ t.p, t.n };
+    put(d, r, &b, rc ? rc : pd_result_encode(&res, &b, &e), &e);
     pd_buf_free(&b);
+    pd_buf_free(&t);
 }
 
 /* Text mode: what may be shown of the oldest run goes out; a finished one makes way for the next. */

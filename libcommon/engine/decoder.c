@@ -113,6 +113,10 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
     struct pd_run *run = s->run;
     uint32_t choice = (uint32_t)s->choice;
     bool last = run->n_open == 0;
+    if (last && run->t_first && !(r->remote && !strcmp(r->mode, "remote"))) {
+        r->queue_us = run->t_start - run->t_submit;
+        r->prefill_us = run->t_first - run->t_start;
+    }
     if (last) {
         pd_run_drop(d->batch, run);
         r->run = NULL;

@@ -32,6 +32,7 @@ struct pd_dc_run {
     unsigned converted;         /* PD_CONV_*: of the KV that is used */
     uint32_t cached;            /* tokens of the prompt that were here already */
     int64_t kv_us, before_us;   /* verify and copy; what passed before the kv record came (the descriptor's stages) */
+    int64_t queue_us, prefill_us;       /* of one that was computed here: until it was begun, from there to its first token; 0: not */
     struct pd_dc_choice *choice;      /* [req.n], the arena's */
     uint32_t n_done;
     const int32_t *resume; uint32_t n_resume;   /* tokens that it goes on after (pd_dc_resume); the arena's */

@@ -584,7 +584,8 @@ int pd_choose(struct pd_route_rec *r, struct pd_err *e)
         r->propensity = o->share;
         r->ttft = o->ttft;
         r->completion = o->completion;
-        r->degraded |= (o->completion.marks & PD_SPREAD_COLD ? PD_DG_COLD : 0) | (o->completion.marks & PD_SPREAD_STALE ? PD_DG_STALE : 0);
+        if (c.policy.kind == PD_POLICY_CONDITIONAL)     /* the others do not go by it */
+            r->degraded |= (o->completion.marks & PD_SPREAD_COLD ? PD_DG_COLD : 0) | (o->completion.marks & PD_SPREAD_STALE ? PD_DG_STALE : 0);
         words(&c, o);
     } else {
         r->outcome = nobody(&c);

@@ -3,6 +3,7 @@
 #include "../kv/convert.h"
 #include "../wire/pack.h"
 #include "decide_in.h"
+#include "price.h"
 
 const struct pd_rules pd_rules_usual = { .risk = 0.95, .externality = 1 };
 
@@ -242,6 +243,18 @@ static uint32_t degraded(const struct pd_decision *o)
     return !o->need.exact ? PD_DG_NO_TOKEN_IDS : any && !known ? PD_DG_NO_INDEX : bits;
 }
 
+/* Of one that decodes, its report tells what is computed already, and this router what has come since. */
+static void batch(const struct pd_member *m, const struct pd_need *q, struct pd_route_row *w)
+{
+    const struct pd_load *l = &m->said.load;
+    int64_t more = (int64_t)m->own.runs - m->runs_then, seqs = (int64_t)l->seqs + more, waiting = (int64_t)l->waiting + more;
+    uint64_t ahead = l->prefill_tokens_ahead + m->since[0] + m->since[1];
+    w->queue_tokens = (ahead < m->own.prefill_tokens ? ahead : m->own.prefill_tokens) + m->foreign.prefill_tokens;
+    w->queue_runs = !w->queue_tokens ? 0 : waiting < 1 ? 1 : (uint32_t)waiting;
+    w->seqs = seqs < 0 ? 0 : w->seqs_most && seqs > w->seqs_most ? w->seqs_most : (uint32_t)seqs;
+    w->kv_tokens = l->seqs ? l->kv_tokens / l->seqs * w->seqs : (uint64_t)w->seqs * q->prompt_tokens;
+}
+
 static void row(struct pd_decision *o, const struct pd_candidate *c, bool decodes, struct pd_route_row *w)
 {
     const struct pd_member *m = c->m;
@@ -257,10 +270,11 @@ static void row(struct pd_decision *o, const struct pd_candidate *c, bool decode
     w->kin = kin_of(m, decodes);
     w->load_age_us = q->now_us > m->said_us ? q->now_us - m->said_us : 0;
     w->runs_most = most_runs(m);
-    w->seqs = decodes || pd_member_can_decode(m) ? m->said.load.seqs : 0;
     w->seqs_most = m->said.capacity.max_seqs;
     w->queue_tokens = m->own.prefill_tokens + m->foreign.prefill_tokens;
-    w->kv_tokens = m->said.load.kv_tokens;
+    w->queue_runs = m->own.runs + m->foreign.runs;
+    if (pd_member_can_decode(m))
+        batch(m, q, w);
     w->blocks = m->own.blocks + m->foreign.blocks;
     w->blocks_most = m->said.capacity.blocks;
     w->hit_blocks = m->held.blocks < blocks ? m->held.blocks : blocks;
@@ -313,6 +327,8 @@ static void choose(struct pd_decision *o, bool heed)
 {
     struct pd_err e;
     pd_decide_paths(o, heed);
+    if (o->need.learn && !o->need.paths)
+        pd_price_ways(o->need.learn, o);
     if (pd_choose(&o->rec, &e) < 0) {   /* a policy without a name: nobody made one */
         o->rec.chosen.any = false;
         o->rec.outcome = PD_WAIT_WORKER;
@@ -339,6 +355,8 @@ void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_deci
         rec->input.block_size = o->d_row[i].x ? 0 : block_size(o->d_row[i].m);
     rows(o);
     rec->degraded = degraded(o);
+    if (need->learn)
+        pd_price(need->learn, o);
     bool prefers = need->paths && pd_paths_prefer(need->paths) && !alone;
     choose(o, prefers);
     if (prefers && (!rec->chosen.any || rec->chosen.mode != PD_MODE_REMOTE))    /* then all paths are looked at */

@@ -10,6 +10,7 @@
 #ifndef PD_ROUTE_DECIDE_H
 #define PD_ROUTE_DECIDE_H
 #include "choose.h"
+#include "learn.h"
 #include "registry.h"
 
 /* How a router decides, for as long as it runs. */
@@ -23,6 +24,7 @@ struct pd_tried { const struct pd_member *m; uint32_t life; };
 struct pd_need {
     enum pd_policy policy; uint32_t policy_n;   /* its number; 0: the usual one */
     const struct pd_rules *rules;       /* NULL: the usual ones */
+    struct pd_learn *learn;             /* what is known of costs; NULL: nothing */
     uint64_t seed;                      /* of this decision */
     int64_t now_us, suspect_us;         /* a worker that has been silent for so long gets nothing new */
     uint32_t prompt_tokens; bool exact; /* exact: the request brought token ids; else a guess from its length */

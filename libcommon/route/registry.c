@@ -178,6 +178,9 @@ int pd_registry_said(struct pd_registry *r, struct pd_member *m, const void *rec
     m->said_us = now_us;
     m->end.at = NULL;
     r->version++;
+    m->since[1] = m->since[0];
+    m->since[0] = 0;
+    m->runs_then = m->own.runs;
     reconcile(m, *fresh);
     return 0;
 }
@@ -188,6 +191,7 @@ void pd_member_take(struct pd_member *m, struct pd_share s)
     m->own.prefill_tokens += s.prefill_tokens;
     m->own.blocks += s.blocks;
     m->given += s.runs;
+    m->since[0] += s.prefill_tokens;
 }
 
 void pd_member_give_back(struct pd_member *m, struct pd_share s)

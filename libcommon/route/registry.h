@@ -33,6 +33,8 @@ struct pd_member {
     uint32_t life;                      /* counts its connections: who failed in one may be tried in the next */
     int fp;                             /* which fingerprint; -1: none yet */
     struct pd_share own, foreign, reported_more;
+    uint64_t since[2];                  /* prompt tokens given since its last report, and between that and the one before: it may not have counted them */
+    uint32_t runs_then;                 /* own.runs at its last report */
     uint64_t given;                     /* runs, in all */
     struct pd_held held;                /* set before each decision */
     struct pd_path_end end;             /* where it is, of paths; made when it is asked for */

@@ -333,6 +333,8 @@ static int make_metrics(struct pd_router *r, struct pd_err *e)
 static void set_defaults(struct pd_router *r)
 {
     struct pd_router_opts *o = &r->o;
+    if (o->rules.risk <= 0)
+        o->rules = pd_rules_usual;
     o->max_runs = o->max_runs ? o->max_runs : 4096;
     o->attempts = o->attempts ? o->attempts : 4;
     o->wait_us = o->wait_us ? o->wait_us : 10000000;
@@ -360,7 +362,7 @@ int pd_router_serve(const struct pd_router_opts *o, struct pd_daemon_opts *dopts
     if ((rc = pd_daemon_new(dopts, &hooks, &r->d, e)) < 0)
         goto out;
     r->l = pd_daemon_loop(r->d);
-    if ((rc = make_metrics(r, e)) < 0 || (rc = pd_rt_feed_new(r, o->index_bytes, e)) < 0 || (rc = pd_timer_new(r->l, on_sweep, r, &r->sweep, e)) < 0)
+    if ((rc = make_metrics(r, e)) < 0 || (rc = pd_rt_feed_new(r, o->index_bytes, e)) < 0 || (rc = pd_rt_learn_new(r, o->profile, e)) < 0 || (rc = pd_timer_new(r->l, on_sweep, r, &r->sweep, e)) < 0)
         goto out;
     for (int i = 0; rc == 0 && o->worker && o->worker[i]; i++) {
         struct pd_rt_worker *w;
@@ -392,6 +394,7 @@ out:
     pd_registry_free(&r->reg);
     pd_rt_keys_free(r);
     pd_rt_feed_free(r);
+    pd_rt_learn_free(r);
     pd_keyed_free(&r->runs);
     pd_timer_free(r->sweep);
     pd_seen_free(&r->seen);

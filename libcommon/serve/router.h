@@ -29,6 +29,8 @@
 
 struct pd_router_opts {
     enum pd_policy policy; uint32_t policy_n;
+    struct pd_rules rules;      /* risk 0: the usual ones */
+    const char *profile;        /* a file to begin with (pd-profile.5), or NULL */
     const char *const *worker;  /* endpoints to dial, NULL-ended or NULL; others register */
     bool policy_given;          /* else: fixed once a prefill worker is known */
     bool stream, early;         /* clients that say nothing get token records; the first token goes out before the KV is verified */

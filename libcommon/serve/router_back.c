@@ -53,6 +53,11 @@ static void first_seen(struct pd_router *r, struct pd_rt_run *run)
         return;
     run->t_first = pd_mono_us();
     pd_metric_observe(r->m_ttft, run->t_first - run->t_accept);
+    pd_rt_learn_arrived(r, run);
+    if (run->d && run->d_share.prefill_tokens) {        /* its prompt is computed */
+        pd_member_give_back(run->d->m, (struct pd_share){ .prefill_tokens = run->d_share.prefill_tokens });
+        run->d_share.prefill_tokens = 0;
+    }
 }
 
 /* A token record goes out. */
@@ -181,6 +186,7 @@ static void on_result(struct pd_router *r, struct pd_rt_run *run, const struct p
     bool error = pd_str_eq(b->finish, "error"), cancelled = pd_str_eq(b->finish, "cancelled");
     c->done = true;
     c->total = b->total > 0 && b->total < INT32_MAX ? (uint32_t)b->total : 0;
+    pd_rt_learn_result(run, rec->p, rec->n);
     run->n_done++;
     run->failed |= error;
     run->cancelled |= cancelled;
@@ -314,6 +320,7 @@ void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_r
     else if (rec->kind == PD_K_KV && from_p && !run->p_done && of_op(run, rec)) {
         pd_member_give_back(run->p->m, run->p_share);
         run->p_done = true;
+        pd_rt_learn_published(r, run, rec, pd_mono_us());
         if (run->early && !run->sign && !run->cancelling)
             put_early(r, run, rec);
     } else

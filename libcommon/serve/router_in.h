@@ -1,5 +1,5 @@
 /* Inside the router, shared by its files: router.c (daemon, workers, metrics), router_run.c (a run until its end), router_back.c
- * (what workers send back), router_fail.c (when they fail it), router_feed.c (what workers hold of a prompt), router_client.c (clients and what they
+ * (what workers send back), router_fail.c (when they fail it), router_feed.c (what workers hold of a prompt), router_learn.c (what runs take), router_client.c (clients and what they
  * are sent), router_key.c (idempotency keys). Everything is the loop thread's. */
 #ifndef PD_SERVE_ROUTER_IN_H
 #define PD_SERVE_ROUTER_IN_H
@@ -9,6 +9,7 @@
 #include "../wire/value.h"
 #include "router.h"
 #include "router_feed.h"
+#include "router_learn.h"
 #include "upstream.h"
 
 #define PD_RT_TRIED 16
@@ -86,6 +87,8 @@ struct pd_rt_run {
     struct pd_buf why;          /* the cause of its failure, for the trace */
     bool failed, cancelled, cancelling;
     const char *cancel_cause;
+    struct pd_rt_told told;     /* what was expected of it, and what it took */
+    struct pd_rt_took took;
 };
 
 struct pd_router {
@@ -100,6 +103,7 @@ struct pd_router {
     uint32_t n_runs, n_queued;
     size_t body_bytes;                  /* of the requests in hand, and of their blocks' hashes */
     struct pd_rt_index index;
+    struct pd_rt_learning learning;
     struct pd_rt_client *held, **last_held;
     struct pd_seen seen;
     struct pd_keyed keys; size_t key_bytes;

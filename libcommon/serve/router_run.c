@@ -219,6 +219,7 @@ void pd_rt_run_free(struct pd_router *r, struct pd_rt_run *run)
     }
     pd_registry_let_fp(&r->reg, run->like);
     pd_rt_hashes_free(r, run);
+    pd_rt_learn_run_free(run);
     pd_free(run->choice);
     pd_free(run);
 }
@@ -230,6 +231,7 @@ void pd_rt_end_run(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id 
     pd_metric_add(r->m_ends[end], 1);
     pd_metric_observe(r->m_e2e, pd_mono_us() - run->t_accept);
     dequeue(r, run);
+    pd_rt_learn_end(r, run, state == PD_ST_COMPLETED ? "stop" : state == PD_ST_CANCELLED ? "cancelled" : state == PD_ST_BLOCKED ? "blocked" : "error");
     pd_rt_release_p(run, "the run is over");
     pd_rt_release_d(run);
     leave_old_p(run);
@@ -323,6 +325,11 @@ struct pd_need pd_rt_need_of(struct pd_router *r, const struct pd_rt_run *run, i
     struct pd_need q = run->need;
     q.policy = r->o.policy;
     q.policy_n = r->o.policy_n;
+    q.rules = &r->o.rules;
+    q.learn = &r->learning.l;
+    q.seed = pd_xxh3(run->name, PD_RUN_LEN, (uint64_t)r->o.seed + run->attempt);
+    q.deadline_us = run->deadline_us > now ? run->deadline_us - now : 0;
+    q.early = r->o.early && run->need.max_tokens > 1 && pd_rt_streams(run);
     q.now_us = now;
     q.tried = run->tried;
     q.n_tried = run->n_tried;
@@ -438,6 +445,7 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     pd_metric_add(r->m_modes[o->mode], 1);
     pd_metric_observe(r->m_wait, now - run->t_accept);
     pd_rt_step(r, run, PD_ST_ROUTE_SELECTED, NULL);
+    pd_rt_learn_sent(r, run, now);
     pd_rt_note_route(r, run, NULL, now);
     struct pd_routing x = pd_rt_routing(r, run);
     if (pd_rt_compose(r, run, &x, &e) < 0) {
@@ -584,6 +592,8 @@ void pd_rt_sweep(struct pd_router *r, int64_t now)
         next = p->next;
         bool waits = run->queued;
         int64_t grace = waits ? 0 : PD_RT_GRACE_US;     /* its worker has the same limits, and knows more of what there is */
+        if (run->told.on_path && now >= run->told.on_path_until)
+            pd_rt_learn_arrived(r, run);
         if (run->p && !run->p_done && run->sign && now >= run->doubt_us)
             pd_rt_release_p(run, "its decode worker went on without it");
         if (run->cancelling && now >= run->cancel_us)

@@ -151,7 +151,7 @@ static const struct pd_field result_field[] = {
     { "tpot_ms", PD_F_MS, PD_FF_NULL, R(tpot_ms) }, { "e2e_ms", PD_F_MS, PD_FF_NULL, R(e2e_ms) }, { "kv_bytes", PD_F_U64, 0, R(kv_bytes) }, { "kv_ms", PD_F_MS, PD_FF_NULL, R(kv_ms) },
     { "fingerprint", PD_F_BYTES, PD_FF_HAS, R(fingerprint), .aux = offsetof(struct pd_result, has_fingerprint) },
     { "gen", PD_F_BYTES, PD_FF_HAS, R(gen), .aux = offsetof(struct pd_result, has_gen) },
-    { "prefill_worker", PD_F_STR, 0, R(prefill_worker) }, { "decode_worker", PD_F_STR, 0, R(decode_worker) } };
+    { "prefill_worker", PD_F_STR, 0, R(prefill_worker) }, { "decode_worker", PD_F_STR, 0, R(decode_worker) }, { "t", PD_F_MAP, 0, R(t) } };
 static const struct pd_table result_table = { "result", result_field, sizeof result_field / sizeof *result_field, offsetof(struct pd_result, extra) };
 
 int pd_result_encode(const struct pd_result *r, struct pd_buf *b, struct pd_err *e) { return pd_table_encode(&result_table, r, b, e); }

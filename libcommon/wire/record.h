@@ -141,6 +141,7 @@ struct pd_result {
     uint8_t fingerprint[PD_SHA_LEN]; bool has_fingerprint;
     uint8_t gen[PD_GEN_LEN]; bool has_gen;
     struct pd_str prefill_worker, decode_worker;
+    struct pd_bin t;                    /* raw map of stage durations in us, absent: not told */
     struct pd_extra extra;
 };
 
@@ -192,7 +193,7 @@ struct pd_worker_rec {
     uint8_t life[8]; bool has_life;     /* the first half of each generation this process gives */
     uint8_t boot[16]; bool has_boot;    /* the host's boot id; netns: its network namespace (inode), 0 unknown */
     uint64_t netns;
-    uint32_t pid;                       /* 0: not known */
+    uint32_t pid, threads;              /* 0: not known; threads: that it computes with */
     int64_t beat_us;                    /* how often this record comes; 0: once */
     uint64_t seq;                       /* of this life's records on any connection, from 1 */
     struct pd_extra extra;

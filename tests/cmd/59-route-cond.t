@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""pd-route --policy conditional and random on a tiny model: every way gives the same text, each decision is recorded whole, and what came of it beside it."""
+import os
+import socket
+import sys
+import tempfile
+
+try:
+    import msgpack
+except ImportError:             # the environment of the tests has it
+    if "PD_PY" not in os.environ or os.environ.get("PD_PY_TRIED"):
+        raise
+    os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
+
+import tap
+from fake import Router, results
+from pdset import ARGS, Worker
+from tap import B, TINY, ok, run
+
+tmp = tempfile.TemporaryDirectory()
+REQS = [{"id": i, "token_ids": [1 + (i * 37 + k * 11) % 300 for k in range(20 + 9 * (i % 20))], "max_tokens": 2 + i % 9, "temperature": 0.9, "seed": i, "ignore_eos": True, "stream": i % 3 > 0}
+        for i in range(120)]
+want = {r["id"]: r["tokens"] for r in tap.results(run([f"{B}/bin/pd-decode", "-m", TINY, *ARGS, "--kv-mem", "4MiB", "--format", "json"], tap.lines(REQS)).stdout)}
+
+
+def metrics(at):
+    s = socket.socket(socket.AF_UNIX)
+    s.connect(at)
+    s.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    return b"".join(iter(lambda: s.recv(65536), b"")).decode()
+
+
+def play(name, *args):
+    folder = os.path.join(tmp.name, name)
+    os.mkdir(folder)
+    w = [Worker(folder, "p0", "prefill"), Worker(folder, "d0", "decode"), Worker(folder, "d1", "decode", "--role", "both")]
+    r = Router(os.path.join(folder, "r"), *args, "--metrics", f"unix:{folder}/m", workers=w)
+    got = []
+    for i in range(0, len(REQS), 12):
+        got += r.ask(*REQS[i:i + 12])
+    m = metrics(f"{folder}/m")
+    rc, err = r.stop()
+    for x in w:
+        x.end()
+    res = results(got)
+    ok({x["id"]: x["tokens"] for x in res} == want and len(res) == len(REQS), f"{name}: every run gives what one process gives", [x for x in res if x["tokens"] != want[x["id"]]][:2])
+    ev = r.events()
+    routes = {x["run"]: x for x in ev if x["pd"] == "route"}
+    out = {x["run"]: x for x in ev if x["pd"] == "outcome"}
+    ok(set(routes) == set(out) == {x["run"] for x in res} and all(out[k]["op"] == x["op"] and out[k]["mode"] == x["chosen"]["mode"] and out[k]["d"] == x["chosen"]["d"] and
+                                                                  out[k]["p"] == x["chosen"]["p"] for k, x in routes.items()), f"{name}: an outcome for each decision", (routes, out))
+    by = {x["run"]: x for x in res}
+    bad = [x for k, x in out.items() if x["completion_tokens"] != by[k]["completion_tokens"] or x["prompt_tokens"] != by[k]["prompt_tokens"] or not x["completion_us"] > 0 or
+           not x["prefill_us"] > 0 or x["queue_us"] < 0 or (x["mode"] == "remote") != ("transfer_us" in x) or x["ttft_us"] > x["completion_us"]]
+    ok(not bad, f"{name}: with what each part took", bad[:3])
+    c = run([f"{B}/bin/pd-trace", "check", r.trace, *[x.trace for x in w]])
+    ok(rc == 0 and c.returncode == 0, f"{name}: drained, and the logs hold every invariant", (err[-1000:], c.stdout, c.stderr))
+    return routes, out, m, r.trace
+
+
+routes, out, m, _ = play("random", "--policy", "random", "--seed", "3")
+modes = [x["chosen"]["mode"] for x in routes.values()]
+ok(min(modes.count("remote"), modes.count("local")) > 20 and all(0 < x["propensity"] < 1 for x in routes.values()), "random takes every way", modes)
+ok(len({x["seed"]["$b64"] for x in routes.values()}) == len(routes), "by a seed a decision")
+last = list(routes.values())[-1]
+p, d = last["p"][0], last["d"][0]
+ok(all(len(x) == 2 and 0 < x[0] <= x[1] for x in (p["prefill"], d["prefill"], d["tpot"], last["paths"][0]["latency"])), "by then each cost has been learnt", last)
+n = {x.split('"')[1]: int(x.split()[1]) for x in m.splitlines() if x.startswith("pd_estimates_total{")}
+below = {x.split('"')[1]: int(x.split()[1]) for x in m.splitlines() if x.startswith("pd_estimates_covered_total{")}
+ok(all(n[k] > 10 and 0 < below[k] <= n[k] for k in ("prefill", "transfer", "tpot", "ttft")), "and held against what it was", (n, below))
+
+routes, out, m, trace = play("conditional", "--policy", "conditional", "--risk", "0.9", "--temperature", "0.01", "--shadow", "fixed")
+first, last = list(routes.values())[0], list(routes.values())[-1]
+ok("cold" in first["degraded"] and "cold" not in last["degraded"] and last["risk"] == 0.9 and last["temperature"] == 0.01, "conditional says that it guesses until it knows", (first, last))
+ok(all(x["shadow"]["policy"] == "fixed" and x["shadow"]["chosen"]["mode"] == "remote" for x in routes.values()), "what the shadow would have done is beside it", last)
+ok(all(len(x["pairs"]) == 4 and x["pairs"][x["chosen"]["pair"]]["score"] <= 1.2 * min(y["score"] for y in x["pairs"]) for x in routes.values()), "among all ways one of the best is taken", last)
+ok("pd_shadow_total" in m and max(len(msgpack.packb(x)) for x in routes.values()) < 4000, "a record is small")
+
+for args, word in ((["--policy", "conditionall"], "conditional"), (["--policy", "threshold:0"], "threshold:512"), (["--risk", "1"], "0.999"), (["--temperature", "x"], "--temperature"),
+                   (["--shadow", "fixed:3"], "--shadow"), (["--profile", "/nowhere"], "/nowhere")):
+    x = run([f"{B}/bin/pd-route", "--listen", f"unix:{tmp.name}/x", *args])
+    ok(x.returncode in (1, 2) and word in x.stderr.decode(errors="replace") and x.stderr.count(b"\n") == 1, f"{' '.join(args)} is refused in a line", x.stderr)
+
+tap.done()
