@@ -1,4 +1,5 @@
-/* pd-trace: shows records (cat), logs of events (ls, show, check, merge, stats, follow), KV dumps (kv), and what a daemon holds of a run (verify). */
+/* pd-trace: shows records (cat), logs of events (ls, show, check, merge, stats, follow), the decisions of routers (why, replay, drift, regret), KV dumps (kv), and
+ * what a daemon holds of a run (verify). */
 #include <fcntl.h>
 #include <strings.h>
 #include <unistd.h>
@@ -7,19 +8,22 @@
 #include "../libcommon/base/log.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/kv/inspect.h"
+#include "../libcommon/route/history.h"
 #include "../libcommon/serve/verify.h"
 #include "../libcommon/trace/report.h"
 #include "../libcommon/trace/show.h"
 #include "../libcommon/wire/endpoint.h"
 
-static char *run_id, *with, *tokens, *layers, *bound, *order;
+static char *run_id, *with, *tokens, *layers, *bound, *order, *policy;
 enum { LAST = 10 };
-static int strict, last = LAST, block_size;
+static int strict, last = LAST, block_size, identical;
 static struct poptOption options[] = {
     { "run", '\0', POPT_ARG_STRING, &run_id, 0, "cat of a dump, follow, kv: only this run; verify: this one", "RUN" },
     { "with", '\0', POPT_ARG_STRING, &with, 0, "verify: against what: the prefill worker, a stream with its KV, a dump", "unix:P|FILE" },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "logs: exit 9 when records were torn or lost", NULL },
     { "bound", '\0', POPT_ARG_STRING, &bound, 0, "check: how long after a cancel or an end others may still act (default 1s)", "TIME" },
+    { "policy", '\0', POPT_ARG_STRING, &policy, 0, "replay: what another policy would have decided (aggregated, fixed, conditional, threshold:N, dynamo, llmd, random)", "POLICY" },
+    { "expect-identical", '\0', POPT_ARG_NONE, &identical, 0, "replay: exit 4 when a decision does not come out as it was, byte by byte", NULL },
     { "last", '\0', POPT_ARG_INT, &last, 0, "follow: how many events of what is there to show first (default 10)", "N" },
     { "tokens", '\0', POPT_ARG_STRING, &tokens, 0, "kv slice: tokens FROM to TO-1 (either may be left out)", "FROM:TO" },
     { "block-size", '\0', POPT_ARG_INT, &block_size, 0, "kv convert: into blocks of N tokens", "N" },
@@ -167,14 +171,21 @@ static int kv(const char **args, int *status, struct pd_err *e)
     return pd_fail(e, PD_EUSAGE, "kv: '%s' is no verb (ls, quickcheck, verify, stat, diff, slice, convert, salvage, png)", verb);
 }
 
-static const struct { const char *name; int (*fn)(const struct pd_report_opts *o, int *status, struct pd_err *e); } reports[] = {
-    { "ls", pd_report_ls }, { "show", pd_report_show }, { "check", pd_report_check }, { "stats", pd_report_stats }, { "follow", pd_report_follow } };
+/* Verbs on logs: of events, or of decisions. one: of one run, which comes first. */
+static const struct log_verb {
+    const char *name;
+    int (*report)(const struct pd_report_opts *o, int *status, struct pd_err *e);
+    int (*review)(const struct pd_review_opts *o, int *status, struct pd_err *e);
+    bool one;
+} reports[] = {
+    { "ls", .report = pd_report_ls }, { "show", .report = pd_report_show, .one = true }, { "check", .report = pd_report_check }, { "stats", .report = pd_report_stats },
+    { "follow", .report = pd_report_follow }, { "why", .review = pd_review_why, .one = true }, { "replay", .review = pd_review_replay } };
 
-static int report(size_t i, const char **args, int *status, struct pd_err *e)
+static int report(const struct log_verb *v, const char **args, int *status, struct pd_err *e)
 {
-    bool show = reports[i].fn == pd_report_show;
     const struct pd_net *net = pd_net_cli(e);
     int64_t max = pd_cli_max_record(e);
+    struct pd_review_opts review = { .policy = policy, .identical = identical };
     struct pd_report_opts o = { .out = stdout, .json = pd_cli.format && !strcmp(pd_cli.format, "json"), .quiet = pd_cli.quiet, .strict = strict,
                                 .run = run_id, .last = last,
                                 .log = { .max_record = (size_t)max, .net = net } };
@@ -185,14 +196,17 @@ static int report(size_t i, const char **args, int *status, struct pd_err *e)
     if (last < 0 || last > 1000)
         return pd_fail(e, PD_EUSAGE, "--last: %d is out of range 0 to 1000 (example: --last 10)", last);
     if (pd_cli.out)
-        return pd_fail(e, PD_EUSAGE, "-o: %s writes to standard output; -o is for cat, merge and kv", reports[i].name);
-    if (show && (!args[0] || strspn(args[0], "0123456789ABCDEFGHJKMNPQRSTVWXYZ") != strlen(args[0]) || strlen(args[0]) > 26 || !args[0][0]))
-        return pd_fail(e, PD_EUSAGE, "show: '%s' is no run id, nor the beginning of one (example: pd-trace show 01JDV3K5 p0.trace d0.trace)",
-                       args[0] ? args[0] : "");
-    if (show)
+        return pd_fail(e, PD_EUSAGE, "-o: %s writes to standard output; -o is for cat, merge and kv", v->name);
+    if (policy && identical)
+        return pd_fail(e, PD_EUSAGE, "--expect-identical: another policy decides otherwise; give it or --policy");
+    if (v->one && (!args[0] || strspn(args[0], "0123456789ABCDEFGHJKMNPQRSTVWXYZ") != strlen(args[0]) || strlen(args[0]) > 26 || !args[0][0]))
+        return pd_fail(e, PD_EUSAGE, "%s: '%s' is no run id, nor the beginning of one (example: pd-trace %s 01JDV3K5 %s.trace)", v->name, args[0] ? args[0] : "", v->name,
+                       v->review ? "router" : "d0");
+    if (v->one)
         o.run = *args++;
     o.paths = inputs(args);
-    return reports[i].fn(&o, status, e);
+    review.log = o;
+    return v->report ? v->report(&o, status, e) : v->review(&review, status, e);
 }
 
 static int verify(const char **args, struct pd_err *e)
@@ -217,10 +231,11 @@ static int misplaced(const char *verb, const char *sub, struct pd_err *e)
 {
     const struct { bool given; const char *name, *verbs; } of[] = {
         { run_id, "--run", "cat, follow, kv, verify" }, { with, "--with", "verify" }, { bound, "--bound", "check" }, { last != LAST, "--last", "follow" },
-        { strict, "--strict", "ls, show, check, merge, stats, follow" }, { tokens, "--tokens", "kv slice" }, { layers, "--layers", "kv slice" },
+        { strict, "--strict", "ls, show, check, merge, stats, follow, why, replay" },
+        { policy, "--policy", "replay" }, { identical, "--expect-identical", "replay" }, { tokens, "--tokens", "kv slice" }, { layers, "--layers", "kv slice" },
         { block_size, "--block-size", "kv convert" }, { order, "--order", "kv convert" },
     };
-    char both[32], word[40], list[64];
+    char both[32], word[40], list[96];
     snprintf(both, sizeof both, "%.10s%s%.16s", verb, sub ? " " : "", sub ? sub : "");
     for (size_t i = 0; i < sizeof of / sizeof *of; i++) {
         snprintf(list, sizeof list, "%s,", of[i].verbs);
@@ -244,7 +259,7 @@ static int work(const char **args, int *status, struct pd_err *e)
 {
     const char *verb = args[0] ? args[0] : "";
     if (!*verb)
-        return pd_fail(e, PD_EUSAGE, "which verb? (cat, ls, show, check, merge, stats, follow, kv, verify; example: pd-trace cat stream.mp)");
+        return pd_fail(e, PD_EUSAGE, "which verb? (cat, ls, show, check, merge, stats, follow, why, replay, kv, verify; example: pd-trace cat stream.mp)");
     if (known(verb) && misplaced(verb, strcmp(verb, "kv") ? NULL : args[1], e))
         return e->code;
     if (!strcmp(verb, "cat") || !strcmp(verb, "merge"))
@@ -255,12 +270,12 @@ static int work(const char **args, int *status, struct pd_err *e)
         return verify(args + 1, e);
     for (size_t i = 0; i < sizeof reports / sizeof *reports; i++)
         if (!strcmp(verb, reports[i].name))
-            return report(i, args + 1, status, e);
-    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, ls, show, check, merge, stats, follow, kv, verify; example: pd-trace cat stream.mp)", verb);
+            return report(&reports[i], args + 1, status, e);
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, ls, show, check, merge, stats, follow, why, replay, kv, verify; example: pd-trace cat stream.mp)", verb);
 }
 
 int main(int argc, char **argv)
 {
-    return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow [FILE...] | show RUN [FILE...] | "
+    return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow|replay [FILE...] | show|why RUN [FILE...] | "
                        "kv ls|quickcheck|verify|stat|diff|slice|convert|salvage|png FILE... | verify unix:D --run RUN", argc, argv, pd_engine_version, work);
 }

@@ -21,6 +21,12 @@ void pd_report_json(FILE *out, const char *key, struct pd_str v)
     putc('"', out);
 }
 
+void pd_report_plain(FILE *out, struct pd_str s)
+{
+    for (size_t i = 0; i < s.n; i++)
+        putc((unsigned char)s.p[i] < 0x20 || s.p[i] == 0x7f ? '?' : s.p[i], out);
+}
+
 const char *pd_report_time(int64_t at_us, char out[32])
 {
     time_t s = (time_t)(at_us / 1000000);
@@ -162,8 +168,7 @@ static int print_event(const struct pd_report_opts *o, const struct pd_log_rec *
         fprintf(out, " %u tokens", v->tokens);
     if (v->cause.n) {
         fputs(": ", out);
-        for (size_t i = 0; i < v->cause.n; i++)         /* a record's text must not steer a terminal */
-            putc((unsigned char)v->cause.p[i] < 0x20 || v->cause.p[i] == 0x7f ? '?' : v->cause.p[i], out);
+        pd_report_plain(out, v->cause);
     }
     putc('\n', out);
     return 0;

@@ -23,5 +23,6 @@ int pd_report_follow(const struct pd_report_opts *o, int *status, struct pd_err 
 /* For the verbs' own files. Tells of what was torn; the status under strict. */
 int pd_report_end(const struct pd_report_opts *o, const struct pd_log *l, int *status, struct pd_err *e);
 void pd_report_json(FILE *out, const char *key, struct pd_str value);   /* "key":"value" */
+void pd_report_plain(FILE *out, struct pd_str s);        /* a record's text must not steer a terminal: control characters become ? */
 const char *pd_report_time(int64_t at_us, char out[32]);        /* 2026-11-30T17:58:35.123456Z */
 #endif

@@ -499,6 +499,7 @@ int main(int argc, char **argv)
     row("route.added_us.p99", best[1], "us", 300, n);
     row("route.added_us.p999", best[2], "us", 0, n);
     row("route.rate", got, "1/s", 0, n);
+    free(us);
     kill(pid[2], SIGTERM);
     need(waitpid(pid[2], &status, 0) == pid[2] && WIFEXITED(status) && !WEXITSTATUS(status), "the router did not end well");
     kill(pid[0], SIGTERM);

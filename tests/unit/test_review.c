@@ -1,0 +1,396 @@
+/* What pd-trace says of decisions, on records whose numbers can be checked by hand: why in words, the same decision again, what another policy would have done. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <unistd.h>
+#include <cmocka.h>
+#include "../../libcommon/base/log.h"
+#include "../../libcommon/route/history.h"
+#include "route_scene.h"
+
+static struct pd_err e;
+static char file[] = "/tmp/pd-test-XXXXXX";
+static struct pd_buf log_bytes;
+static struct pd_outcome_rec o;
+
+/* ---- a log ---- */
+
+static void name_run(int i)
+{
+    snprintf(r.run, sizeof r.run, "01M8PAW1CACQM7WS4V%08d", i);
+    memset(r.op, i, sizeof r.op);
+    r.t_us = 1796000000000000 + 1000000 * (int64_t)i;
+    r.attempt = 1;
+}
+
+static void decide(int i)
+{
+    name_run(i);
+    if (pd_choose(&r, &e) || pd_route_encode(&r, &log_bytes, &e))
+        fail_msg("%s", e.msg);
+}
+
+/* What was decided last took just its P50, and its output the tokens that were expected. */
+static void just_so(void)
+{
+    struct pd_spread want[PD_WT_N];
+    unsigned has = pd_way_expected(&r, &r.pair[r.chosen.pair], want);
+    int64_t *const us[PD_WT_N] = { &o.queue_us, &o.prefill_us, &o.transfer_us, &o.sync_us, &o.ttft_us, &o.tpot_us, &o.completion_us };
+    static const uint32_t bit[PD_WT_N] = { PD_OC_QUEUE, PD_OC_PREFILL, PD_OC_TRANSFER, PD_OC_SYNC, PD_OC_TTFT, PD_OC_TPOT, PD_OC_COMPLETION };
+    o = (struct pd_outcome_rec){ .t_us = r.t_us + r.completion.p50, .attempt = r.attempt, .finish_reason = "stop", .prompt_tokens = r.input.n_tokens,
+                                 .completion_tokens = r.input.out_p50, .d = r.d[r.chosen.d].worker };
+    if (r.chosen.p >= 0)
+        o.p = r.p[r.chosen.p].worker;
+    memcpy(o.run, r.run, sizeof o.run);
+    memcpy(o.op, r.op, sizeof o.op);
+    memcpy(o.policy, r.policy, sizeof o.policy);
+    snprintf(o.mode, sizeof o.mode, "%s", pd_mode_names[r.chosen.mode]);
+    for (int i = 0; i < PD_WT_N; i++)
+        if (has >> i & 1) {
+            *us[i] = want[i].p50;
+            o.has |= bit[i];
+        }
+}
+
+static void ends(void)
+{
+    if (pd_outcome_encode(&o, &log_bytes, &e))
+        fail_msg("%s", e.msg);
+}
+
+static void fresh(const char *policy)
+{
+    log_bytes.n = 0;
+    scene(policy);
+}
+
+/* ---- a verb on it ---- */
+
+typedef int verb(const struct pd_review_opts *o, int *status, struct pd_err *e);
+static char *said;
+static int status;
+
+static int review(verb *fn, struct pd_review_opts opts)
+{
+    const char *const paths[] = { file, NULL };
+    size_t n;
+    FILE *f = fopen(file, "wb");
+    assert_int_equal(fwrite(log_bytes.p, 1, log_bytes.n, f), log_bytes.n);
+    fclose(f);
+    free(said);
+    status = 0;
+    opts.log.paths = paths;
+    opts.log.out = open_memstream(&said, &n);
+    int rc = fn(&opts, &status, &e);
+    fclose(opts.log.out);
+    return rc;
+}
+
+static void says(const char *want)
+{
+    if (!strstr(said, want))
+        fail_msg("'%s' is not in:\n%s", want, said);
+}
+
+/* D is busy and holds a fifth; what p0 sends takes 40 ms longer than it ought to. */
+static void a_run(void)
+{
+    fresh("conditional");
+    busy(&d[0], 4);
+    busy(&d[1], 4);
+    holds(&d[0], 25);
+    p[1].x = PD_X_STATE;
+    p[1].excluded = (struct pd_str)S("draining");
+    domain[0] = (struct pd_str)S("rack\x1b[31mA");      /* must not reach a terminal */
+    path[0].from = path[0].to = 0;
+    path[0].kind = (struct pd_str)S("rack");
+    path[0].age_us = 2500000;
+    path[0].sync.marks = PD_SPREAD_STALE;
+    r.input.exact = false;
+    r.input.slo = (struct pd_bin){ (const uint8_t *)"\x81\xa7ttft_ms\xcd\x03\xe8", 12 };
+    r.degraded = PD_DG_NO_TOKEN_IDS;
+    r.waited_us = 1200;
+    strcpy(r.shadow.policy, "dynamo");
+    decide(7);
+    just_so();
+    o.transfer_us += 40 * MS;
+    o.ttft_us += 40 * MS;
+    o.completion_us += 40 * MS;
+    o.transferred_tokens = 1600;
+    ends();
+}
+
+static void why_in_words(void **state)
+{
+    a_run();
+    assert_int_equal(review(pd_review_why, (struct pd_review_opts){ .log.run = "01M8" }), 0);
+    assert_string_equal(said,
+        "run 01M8PAW1CACQM7WS4V00000007, decision 1 of 1, 2026-11-30T00:53:27.000000Z, 1.2 ms after it was accepted\n"
+        "asked      2000 tokens of prompt (guessed), at most 64 out (32 expected, P95 64), SLO {\"ttft_ms\":1000}\n"
+        "policy     conditional, P95, others count 1 x; epoch 0; index 0, topology 0, registry 0\n"
+        "prefill    1 of 2 could: p0; not p1 (draining)\n"
+        "decode     2 of 2 could: d0 (holds 25 of 125 blocks), d1\n"
+        "path       1.6 MiB of KV, rack rack?[31mA > rack?[31mA, 0 transfers on it, measured 2.5 s ago\n"
+        "ms                                             local, d0         remote, p0 > d0\n"
+        "                                         P50        P95          P50        P95\n"
+        "prefill                                800.0     1000.0       1000.0     1250.0\n"
+        "interference                            80.0      100.0          0.0        0.0\n"
+        "transfer                                 0.0        0.0         50.0       60.3\n"
+        "sync                                     0.0        0.0          5.0        6.2*\n"
+        "= TTFT                                 880.0     1081.0       1055.0     1305.2*\n"
+        "decode                                 744.0      930.0        744.0      930.0\n"
+        "= completion                          1624.0     1897.9       1799.0     2110.8*\n"
+        "others wait                                      3212.8                    12.8\n"
+        "= price                                          5110.7                  2123.6\n"
+        "* measured a while ago\n"
+        "chosen     remote, p0 to d0: 2123.6 ms (1799.0 at P50, others wait 12.8: queue 0.0, prefill 1000.0, transfer 50.0 less 0.0, decode 744.0); best local 5110.7 ms\n"
+        "apart      local is 2987.1 ms dearer by its price (58.4 %); for the choice: others wait 3200.0, interference 80.0; against it: prefill 200.0, transfer 50.0, sync 5.0\n"
+        "degraded   no_token_ids stale\n"
+        "shadow     dynamo would have taken remote, p0 > d0, the same\n"
+        "outcome    stop after 32 tokens, remote, p0 > d0; of the prompt 0 tokens were held, 1600 came, 0 were computed again\n"
+        "ms                                       P50        P95         took\n"
+        "queue                                    0.0        0.0          0.0  within P95\n"
+        "prefill                               1000.0     1250.0       1000.0  within P95\n"
+        "transfer                                50.0       60.3         90.0  29.7 beyond P95\n"
+        "sync                                     5.0        6.2          5.0  within P95\n"
+        "ttft                                  1055.0     1305.2       1095.0  within P95\n"
+        "tpot                                    24.0       30.0         24.0  within P95\n"
+        "completion                            1799.0     2110.8       1839.0  within P95\n");
+    domain[0] = (struct pd_str)S("rackA");
+}
+
+static void why_as_json(void **state)
+{
+    a_run();
+    assert_int_equal(review(pd_review_why, (struct pd_review_opts){ .log = { .run = r.run, .json = true } }), 0);
+    says("{\"run\":\"01M8PAW1CACQM7WS4V00000007\",\"decision\":1,\"of\":1,\"t_us\":1796000007000000,\"waited_ms\":1.200,\"policy\":\"conditional\",\"risk\":0.95,");
+    says("\"prefill\":[{\"worker\":\"p0\",\"hit_blocks\":0,\"miss_blocks\":125,\"could\":true,\"excluded\":null},"
+         "{\"worker\":\"p1\",\"hit_blocks\":0,\"miss_blocks\":125,\"could\":false,\"excluded\":\"draining\"}]");
+    says("{\"mode\":\"remote\",\"p\":\"p0\",\"d\":\"d0\",\"bytes\":1638400,\"terms\":[{\"name\":\"queue\",");
+    says("{\"name\":\"completion\",\"p50_ms\":1624.000,\"p95_ms\":1897.854,\"cold\":false,\"stale\":false}");
+    says("\"chosen\":{\"mode\":\"remote\",\"p\":\"p0\",\"d\":\"d0\"}");
+    says("\"apart_ms\":2987.0");
+    says("\"degraded\":[\"no_token_ids\",\"stale\"],\"shadow\":{\"policy\":\"dynamo\",\"mode\":\"remote\"");
+    says("\"as_decided\":true");
+    says("{\"name\":\"transfer\",\"took_ms\":90.000,\"p50_ms\":50.000,\"p95_ms\":60.308,\"within\":false}");
+    domain[0] = (struct pd_str)S("rackA");
+}
+
+static void why_there_is_no_other_way(void **state)
+{
+    fresh("aggregated");
+    decide(1);
+    assert_int_equal(review(pd_review_why, (struct pd_review_opts){ .log.run = r.run }), 0);
+    says("remote     not possible: the policy aggregated looks at no such way\n");
+    says("outcome    there is none of this run here");
+    says("aggregated, d0\n");
+    fresh("conditional");
+    path[0].x = PD_X_PATH;
+    path[0].excluded = (struct pd_str)S("breaker open 3.2s");
+    decide(1);
+    review(pd_review_why, (struct pd_review_opts){ .log.run = r.run });
+    says("remote     not possible: breaker open 3.2s\n");
+    fresh("fixed");
+    d[0].x = d[1].x = PD_X_RUNS;
+    d[0].excluded = d[1].excluded = (struct pd_str)S("capacity: 8 runs of 8");
+    decide(1);
+    review(pd_review_why, (struct pd_review_opts){ .log.run = r.run });
+    says("decode     0 of 2 could: d0 (capacity: 8 runs of 8); d1 (capacity: 8 runs of 8)\n"
+         "local      not possible: the policy fixed looks at no such way\n"
+         "remote     not possible: no decode worker could\n"
+         "nobody     wait_room\n");
+    fresh("conditional");
+    fit[0] = (struct pd_route_fit){ .why = S("rope_theta differs (prefill 10000, decode 500000)") };
+    r.n_fits = 1;
+    decide(1);
+    review(pd_review_why, (struct pd_review_opts){ .log.run = r.run });
+    says("remote     not possible: rope_theta differs (prefill 10000, decode 500000)\n");
+    fresh("conditional");
+    r.input.local = true;
+    r.n_p = 0;
+    r.cause = (struct pd_str)S("prefill worker p0 is gone");
+    r.fallback = (struct pd_str)S("prefill_worker_gone");
+    decide(1);
+    review(pd_review_why, (struct pd_review_opts){ .log.run = r.run });
+    says("again      prefill worker p0 is gone; fallback prefill_worker_gone\n");
+    says("remote     not possible: one worker does all of a fallback\n");
+    assert_null(strstr(said, "0 of 0 could"));
+}
+
+static void why_a_run_was_decided_twice(void **state)
+{
+    fresh("fixed");
+    decide(1);
+    r.p[r.chosen.p].x = PD_X_TRIED;
+    r.p[r.chosen.p].excluded = (struct pd_str)S("failed this run already");
+    memset(&r.op, 9, sizeof r.op);
+    r.attempt = 2;
+    assert_int_equal(pd_choose(&r, &e) || pd_route_encode(&r, &log_bytes, &e), 0);
+    just_so();
+    o.fallback = (struct pd_str)S("integrity: chunk 5");
+    strcpy(o.mode, "local");
+    ends();
+    assert_int_equal(review(pd_review_why, (struct pd_review_opts){ .log.run = r.run }), 0);
+    says("decision 1 of 2");
+    says("decision 2 of 2");
+    says("not p0 (failed this run already)");
+    const char *second = strstr(said, "decision 2 of 2"), *outcome = strstr(said, "outcome    stop after 32 tokens, local, p1 > d0; fell back: integrity: chunk 5;");
+    assert_true(second && outcome > second);
+    says("it did not come as it was decided");
+    says("completion                                 -          -       1685.0\n");
+}
+
+static void why_not(void **state)
+{
+    fresh("fixed");
+    decide(1);
+    decide(2);
+    assert_int_equal(review(pd_review_why, (struct pd_review_opts){ .log.run = "01M8PAW" }), PD_EUSAGE);
+    assert_non_null(strstr(e.msg, "several runs, as of 01M8PAW1CACQM7WS4V00000001 and 01M8PAW1CACQM7WS4V00000002"));
+    assert_int_equal(review(pd_review_why, (struct pd_review_opts){ .log.run = "02" }), PD_EFAIL);
+    assert_non_null(strstr(e.msg, "no record of run 02"));
+    just_so();
+    log_bytes.n = 0;
+    ends();
+    assert_int_equal(review(pd_review_why, (struct pd_review_opts){ .log.run = "01" }), PD_EFAIL);
+    assert_non_null(strstr(e.msg, "run 01M8PAW1CACQM7WS4V00000002 has an outcome here and no route record: name the trace of the router"));
+}
+
+/* As it was decided, and then tampered with. */
+static void lies(int i, void (*change)(void))
+{
+    name_run(i);
+    assert_int_equal(pd_choose(&r, &e), 0);
+    change();
+    assert_int_equal(pd_route_encode(&r, &log_bytes, &e), 0);
+}
+static void lie_score(void) { r.pair[1].score += 7; }
+static void lie_choice(void) { r.chosen = (struct pd_route_chosen){ .any = true, .mode = PD_MODE_LOCAL, .p = -1, .d = 1, .pair = 1 }; }
+static void lie_degraded(void) { r.degraded |= PD_DG_COLD; }
+
+static void replayed(void **state)
+{
+    fresh("conditional");
+    for (int i = 1; i <= 3; i++) {
+        decide(i);
+        just_so();
+        ends();
+    }
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .identical = true }), 0);
+    assert_int_equal(status, 0);
+    assert_string_equal(said, "3 decisions: 3 identical, 0 different, 0 unreadable\n");
+    lies(4, lie_score);
+    lies(5, lie_choice);
+    lies(6, lie_degraded);
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ 0 }), 0);
+    assert_int_equal(status, 0);
+    assert_string_equal(said, "01M8PAW1CACQM7WS4V00000004  decision 1: pairs[1].score was 1914158, is 1914151\n"
+                        "01M8PAW1CACQM7WS4V00000005  decision 1: chosen.d was \"d1\", is \"d0\"\n"
+                        "01M8PAW1CACQM7WS4V00000006  decision 1: degraded[0] was \"cold\", is absent\n"
+                        "6 decisions: 3 identical, 3 different, 0 unreadable\n");
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .identical = true, .log.json = true }), 0);
+    assert_int_equal(status, 4);
+    says("{\"run\":\"01M8PAW1CACQM7WS4V00000004\",\"decision\":1,\"key\":\"pairs[1].score\",\"was\":\"1914158\",\"now\":\"1914151\"}\n");
+    says("{\"summary\":{\"decisions\":6,\"identical\":3,\"different\":3,\"unreadable\":0}}\n");
+}
+
+/* What cannot be read is counted, and no reason to stop before --strict says so. */
+static void replayed_as_far_as_it_can_be(void **state)
+{
+    fresh("conditional");
+    decide(1);
+    size_t one = log_bytes.n;
+    assert_int_equal(pd_buf_add(&log_bytes, log_bytes.p, one, &e), 0);
+    memcpy((uint8_t *)memmem(log_bytes.p, one, "conditional", 11), "conditionol", 11);
+    assert_int_equal(pd_buf_add(&log_bytes, log_bytes.p, one / 2, &e), 0);      /* torn */
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .identical = true }), 0);
+    assert_int_equal(status, 0);
+    assert_string_equal(said, "2 decisions: 1 identical, 0 different, 1 unreadable\n");
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .identical = true, .log.strict = true }), 0);
+    assert_int_equal(status, 9);
+    log_bytes.n = one;
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .identical = true }), PD_ECORRUPT);
+    assert_non_null(strstr(e.msg, "none of 1 route records can be read, the first: 'conditionol' is not known"));
+    just_so();
+    log_bytes.n = 0;
+    ends();
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .identical = true }), PD_EFAIL);
+    assert_non_null(strstr(e.msg, "no route record here: name the trace of a router"));
+}
+
+static void what_another_policy_would_have_done(void **state)
+{
+    fresh("conditional");
+    decide(1);                          /* local d0, by any policy that has a choice */
+    busy(&d[0], 4);
+    busy(&d[1], 2);
+    decide(2);                          /* remote p0 > d1 */
+    d[0].x = d[1].x = PD_X_RUNS;
+    d[0].excluded = d[1].excluded = (struct pd_str)S("capacity");
+    decide(3);
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .policy = "aggregated" }), 0);
+    assert_string_equal(said,
+        "01M8PAW1CACQM7WS4V00000002  decision 1: remote p0 > d1 -> aggregated d1; TTFT 1065.0 -> 1040.0 ms, completion 1747.0 -> 1722.0 ms: gains 25.0\n"
+        "3 decisions by aggregated: 1 changed, 0 unreadable\n"
+        "  aggregated         0 -> 2\n"
+        "  remote             1 -> 0\n"
+        "  local              1 -> 0\n"
+        "  nobody             1 -> 1\n"
+        "estimated at P50: completion +25.0 ms in all (1 gain 25.0, 0 lose 0.0), TTFT +25.0; without an estimate: 0\n"
+        "each decision is taken by itself: what other choices before it would have left of queues and caches is not in it\n");
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .policy = "fixed", .log.json = true }), 0);
+    says("{\"run\":\"01M8PAW1CACQM7WS4V00000001\",\"decision\":1,\"was\":{\"mode\":\"local\",\"p\":null,\"d\":\"d0\",\"ttft_ms\":1000.000,\"completion_ms\":1620.000},"
+         "\"now\":{\"mode\":\"remote\",\"p\":\"p0\",\"d\":\"d0\",\"ttft_ms\":1065.000,\"completion_ms\":1685.000},\"gain_ms\":-65.000}\n");
+    says("\"better\":0,\"better_ms\":0.000,\"worse\":1,\"worse_ms\":65.000,\"without_estimate\":0,\"gain_ms\":-65.000,\"ttft_gain_ms\":-65.000}}\n");
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .policy = "conditional" }), 0);
+    assert_string_equal(said, "3 decisions by conditional: 0 changed, 0 unreadable\n  remote             1 -> 1\n  local              1 -> 1\n  nobody             1 -> 1\n");
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .policy = "thresold" }), PD_EUSAGE);
+    assert_non_null(strstr(e.msg, "--policy: 'thresold' is not known"));
+}
+
+/* ls and stats of a router's log that has no events in it. */
+static int list(const struct pd_review_opts *opts, int *st, struct pd_err *err) { return pd_report_ls(&opts->log, st, err); }
+static int stats(const struct pd_review_opts *opts, int *st, struct pd_err *err) { return pd_report_stats(&opts->log, st, err); }
+
+static void listed_by_outcome(void **state)
+{
+    fresh("fixed");
+    decide(1);
+    r.waited_us = 2 * MS;
+    decide(2);
+    just_so();
+    o.waited_us = 2 * MS;
+    ends();
+    decide(3);
+    just_so();
+    strcpy(o.finish_reason, "error");
+    o.has = 0;
+    o.p.n = 0;
+    o.cause = (struct pd_str)S("no\x1b[m KV");
+    o.completion_tokens = 0;
+    ends();
+    assert_int_equal(review(list, (struct pd_review_opts){ 0 }), 0);
+    assert_string_equal(said,
+        "01M8PAW1CACQM7WS4V00000002  2026-11-30T00:53:21.998000Z  remote     completed    32 tokens  ttft 1067.000 ms  e2e 1687.000 ms  p0 > d0\n"
+        "01M8PAW1CACQM7WS4V00000003  2026-11-30T00:53:22.998000Z  remote     failed        0 tokens  ttft -  e2e -  d0: no [m KV\n"
+        "01M8PAW1CACQM7WS4V00000001  2026-11-30T00:53:21.000000Z  remote     route_selected     0 tokens  ttft -  e2e -  p0 > d0\n");
+    assert_int_equal(review(stats, (struct pd_review_opts){ .log.json = true }), 0);
+    says("{\"name\":\"decided_remote\",\"unit\":\"count\",\"value\":3}\n");
+    says("{\"name\":\"outcomes\",\"unit\":\"count\",\"value\":2}\n");
+    says("{\"name\":\"r_ttft\",\"unit\":\"ms\",\"n\":1,\"min\":1065.000,");
+}
+
+int main(void)
+{
+    int fd = mkstemp(file);
+    pd_log_init("test", 0, true);
+    const struct CMUnitTest tests[] = { cmocka_unit_test(why_in_words), cmocka_unit_test(why_as_json), cmocka_unit_test(why_there_is_no_other_way),
+                                        cmocka_unit_test(why_a_run_was_decided_twice), cmocka_unit_test(why_not), cmocka_unit_test(replayed),
+                                        cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done), cmocka_unit_test(listed_by_outcome) };
+    int rc = cmocka_run_group_tests(tests, NULL, NULL);
+    close(fd);
+    unlink(file);
+    free(said);
+    pd_buf_free(&log_bytes);
+    return rc;
+}
