@@ -52,7 +52,7 @@ TOOLS   := $(patsubst tests/tools/%.c,$(B)/tools/%,$(wildcard tests/tools/*.c))
 FUZZ    := $(patsubst tests/fuzz/%.c,build/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
 PLUGIN  := $(B)/hdf5-plugin/libH5Zzstd.so
 
-.PHONY: all lib units drills fuzz check check-faults check-rdma check-long bench-engine bench-serve bench-kv demo install clean
+.PHONY: all lib units drills fuzz check check-faults check-rdma check-long bench-engine bench-serve bench-kv bench-route demo install clean
 all: $(CMDS) $(PLUGIN)
 lib: $(B)/libpd.a
 units: $(UNITS) $(TOOLS)
@@ -132,6 +132,8 @@ bench-serve: all $(B)/tools/bench_serve $(B)/tools/bench_xfer
 	scripts/bench-serve
 bench-kv: all $(B)/tools/bench_kv $(B)/tools/bench_xfer $(B)/tools/bench_tcp $(B)/tools/bench_rdma
 	scripts/bench-kv
+bench-route: all $(B)/tools/bench_index
+	scripts/bench-route
 demo:
 	scripts/demo
 

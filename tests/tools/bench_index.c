@@ -1,5 +1,6 @@
-/* How fast the router's prefix index is: `bench_index TRACE WORKERS COPIES [BLOCKS]` makes the events and lookups of a cluster out of a trace (JSON Lines with
- * hash_ids, one for 512 tokens), then plays them and prints JSON rows on standard output.
+/* How fast the router's prefix index is, and what it is asked with; JSON rows on standard output, for scripts/bench-route.
+ *   bench_index play TRACE WORKERS COPIES [BLOCKS]     events and lookups of a cluster, made out of a trace (JSON Lines with hash_ids, one for 512 tokens)
+ *   bench_index hash                                   the hashes of a prompt of 32,768 tokens, in blocks of 16
  *
  * The trace is played COPIES times side by side, each with blocks of its own. A request looks up its chain and goes to the worker that holds most of it, among
  * equals (or when that one has been given many more than its share) to a random one; that worker stores what it lacks and evicts what it used longest ago,
@@ -9,7 +10,9 @@
 #include <stdlib.h>
 #include "../../libcommon/base/clock.h"
 #include "../../libcommon/base/hash.h"
-#include "../../libcommon/route/index.h"
+#include "../../libcommon/kv/prefix.h"
+#include "../../libcommon/route/feed.h"
+#include "../../libcommon/wire/value.h"
 
 typedef uint8_t hash_t[16];
 enum kind { LOOKUP, STORED, REMOVED };
@@ -18,7 +21,7 @@ struct request { uint32_t *id, n; };
 /* A worker's blocks, by last use. */
 struct kept { uint64_t key; struct kept *newer, *older, *next; };
 struct worker { struct kept *oldest, *newest, **bucket; uint32_t n; uint64_t given; };
-enum { BUCKETS = 1 << 12 };
+enum { BUCKETS = 1 << 12, REBUILT = 2300000 /* blocks */, CAP = 32 << 20 /* bytes */ };
 
 static struct op *ops;
 static size_t n_ops, n_blocks;
@@ -185,78 +188,190 @@ static void row(const char *name, uint32_t workers, double value, const char *un
     printf("{\"name\": \"%s.%u\", \"value\": %.6g, \"unit\": \"%s\", \"n\": %zu}\n", name, workers, value, unit, n);
 }
 
-static struct pd_index *cluster(uint32_t workers)
+static struct pd_index *cluster(uint32_t workers, size_t bytes)
 {
     struct pd_index *x;
     uint16_t s;
-    need(pd_index_new(&(struct pd_index_opts){ .max_bytes = (size_t)2 << 30, .seed = 1 }, &x, &e) == 0, e.msg);
+    need(pd_index_new(&(struct pd_index_opts){ .max_bytes = bytes, .seed = 1 }, &x, &e) == 0, e.msg);
     for (uint32_t i = 0; i < workers; i++)
         need(pd_index_join(x, &s, &e) == 0, e.msg);
     return x;
 }
 
-int main(int argc, char **argv)
+static void apply(struct pd_index *x, const struct op *o)
 {
-    need(argc >= 4, "bench_index TRACE WORKERS COPIES [BLOCKS]");
-    uint32_t workers = (uint32_t)atoi(argv[2]), copies = (uint32_t)atoi(argv[3]), hits;
-    size_t n, lookups = 0, looked = 0, changed = 0, events = 0;
-    struct request *r = read_trace(argv[1], &n);
-    make_ops(r, n, workers, copies, argc > 4 ? (uint32_t)atoi(argv[4]) : 16384);
+    const hash_t *h = (const hash_t *)blocks + o->at;
+    uint32_t hits;
+    if (o->kind == LOOKUP)
+        pd_index_match(x, h, o->n, &hits);
+    else if (o->kind == STORED)
+        need(pd_index_stored(x, o->worker, h, o->n, &e) == 0, e.msg);
+    else
+        pd_index_removed(x, o->worker, h, o->n);
+}
 
-    /* All of it in its order, without a clock in between. */
-    struct pd_index *x = cluster(workers);
+/* All of it in its order, without a clock in between; and once more, with one around each lookup. */
+static void mix(uint32_t workers)
+{
+    size_t lookups = 0, all = 0, k = 0;
+    struct pd_index *x = cluster(workers, (size_t)2 << 30);
     int64_t t0 = pd_mono_ns();
-    for (size_t i = 0; i < n_ops; i++) {
-        const struct op *o = &ops[i];
-        const hash_t *h = (const hash_t *)blocks + o->at;
-        if (o->kind == LOOKUP)
-            pd_index_match(x, h, o->n, &hits);
-        else if (o->kind == STORED)
-            need(pd_index_stored(x, o->worker, h, o->n, &e) == 0, e.msg);
-        else
-            pd_index_removed(x, o->worker, h, o->n);
-    }
+    for (size_t i = 0; i < n_ops; i++)
+        apply(x, &ops[i]);
     double s = (double)(pd_mono_ns() - t0) / 1e9;
     for (size_t i = 0; i < n_ops; i++) {
-        *(ops[i].kind == LOOKUP ? &lookups : &events) += 1;
-        *(ops[i].kind == LOOKUP ? &looked : &changed) += ops[i].n;
+        lookups += ops[i].kind == LOOKUP;
+        all += ops[i].n;
     }
     struct pd_index_stats st = pd_index_stats(x);
     row("index.ops", workers, (double)n_ops / s, "1/s", n_ops);
-    row("index.blocks", workers, (double)(looked + changed) / s, "blocks/s", looked + changed);
+    row("index.blocks", workers, (double)all / s, "blocks/s", all);
     row("index.bytes_a_block", workers, (double)st.bytes / (double)st.blocks, "B", st.blocks);
-
-    /* The lookups alone, on what is there at the end. */
+    row("index.bytes_a_copy", workers, (double)st.bytes / (double)st.copies, "B", st.copies);
+    pd_index_free(x);
     int64_t *t = malloc((lookups + 1) * sizeof *t);
-    size_t k = 0;
     need(t != NULL, "out of memory");
-    for (size_t i = 0; i < n_ops; i++)
-        if (ops[i].kind == LOOKUP) {
-            int64_t a = pd_mono_ns();
-            pd_index_match(x, (const hash_t *)blocks + ops[i].at, ops[i].n, &hits);
+    x = cluster(workers, (size_t)2 << 30);
+    for (size_t i = 0; i < n_ops; i++) {
+        int64_t a = pd_mono_ns();
+        apply(x, &ops[i]);
+        if (ops[i].kind == LOOKUP)
             t[k++] = pd_mono_ns() - a;
-        }
+    }
     qsort(t, k, sizeof *t, by_value);
     row("index.lookup_p50", workers, (double)t[k / 2] / 1e3, "us", k);
     row("index.lookup_p99", workers, (double)t[k * 99 / 100] / 1e3, "us", k);
     row("index.lookup_p99.9", workers, (double)t[k * 999 / 1000] / 1e3, "us", k);
     pd_index_free(x);
+    free(t);
+}
 
-    /* From nothing: 2.3 million blocks in the events that stored them. */
-    x = cluster(workers);
-    size_t fed = 0, in = 0;
-    t0 = pd_mono_ns();
-    for (size_t i = 0; i < n_ops && in < 2300000; i++)
+/* From nothing, out of the events that stored so many blocks. */
+static void rebuild(uint32_t workers)
+{
+    size_t in = 0;
+    struct pd_index *x = cluster(workers, (size_t)2 << 30);
+    int64_t t0 = pd_mono_ns();
+    for (size_t i = 0; i < n_ops && in < REBUILT; i++)
         if (ops[i].kind == STORED) {
-            need(pd_index_stored(x, ops[i].worker, (const hash_t *)blocks + ops[i].at, ops[i].n, &e) == 0, e.msg);
+            apply(x, &ops[i]);
             in += ops[i].n;
-            fed++;
         }
-    s = (double)(pd_mono_ns() - t0) / 1e9;
-    if (in >= 2300000)
+    double s = (double)(pd_mono_ns() - t0) / 1e9;
+    if (in >= REBUILT)
         row("index.rebuild", workers, s, "s", in);
     pd_index_free(x);
-    fprintf(stderr, "bench_index: %zu lookups of %.1f blocks, %zu events of %.1f blocks, rebuilt from %zu events\n", lookups, (double)looked / (double)lookups, events,
-            (double)changed / (double)events, fed);
+}
+
+/* The same as a router has it: each worker's events as records, with the token ids of blocks of 16, read and held in their order. */
+static void rebuild_of_records(uint32_t workers)
+{
+    struct pd_feed *f = calloc(workers, sizeof *f);
+    uint64_t *seq = calloc(workers, sizeof *seq);
+    int32_t *ids = NULL;
+    struct pd_buf all = { 0 };
+    uint16_t *to = NULL;
+    size_t n = 0, in = 0;
+    need(f && seq, "out of memory");
+    for (size_t i = 0; i < n_ops && in < REBUILT; i++) {
+        const struct op *o = &ops[i];
+        if (o->kind != STORED)
+            continue;
+        struct pd_kvevent v = { .life = "benched", .seq = ++seq[o->worker], .op = "stored", .block_size = 16, .tier = "host" };
+        v.hashes = (struct pd_bin){ blocks[o->at], o->n * 16u };
+        need((ids = realloc(ids, o->n * 64u)) != NULL, "out of memory");
+        memset(ids, 7, o->n * 64u);
+        v.token_ids = (struct pd_bin){ (const uint8_t *)ids, o->n * 64u };
+        need(pd_kvevent_encode(&v, &all, &e) == 0, e.msg);
+        to = room(to, n, sizeof *to);
+        to[n++] = o->worker;
+        in += o->n;
+    }
+    if (in < REBUILT)
+        return;
+    struct pd_index *x;
+    need(pd_index_new(&(struct pd_index_opts){ .max_bytes = (size_t)2 << 30, .seed = 1 }, &x, &e) == 0, e.msg);
+    for (uint32_t i = 0; i < workers; i++)
+        pd_feed_open(&f[i], x, 16, 0);
+    int64_t t0 = pd_mono_ns();
+    size_t at = 0;
+    for (size_t i = 0, len; i < n; i++, at += len) {
+        struct pd_arena mem = { 0 };
+        struct pd_kvevent v;
+        len = pd_value_len(all.p + at, all.n - at);
+        need(pd_kvevent_decode(all.p + at, len, &mem, &v, &e) == 0 && pd_feed_event(&f[to[i]], &v, &e) == PD_FED, e.msg);
+        pd_arena_free(&mem);
+    }
+    row("index.rebuild_records", workers, (double)(pd_mono_ns() - t0) / 1e9, "s", in);
+    pd_index_free(x);
+    pd_buf_free(&all);
+    free(ids);
+    free(to);
+    free(seq);
+    free(f);
+}
+
+/* Under a bound that is too small for all. */
+static void cap(uint32_t workers)
+{
+    struct pd_index *x = cluster(workers, CAP);
+    size_t most = 0;
+    for (size_t i = 0; i < n_ops; i++) {
+        apply(x, &ops[i]);
+        struct pd_index_stats st = pd_index_stats(x);
+        most = st.bytes > most ? st.bytes : most;
+    }
+    struct pd_index_stats st = pd_index_stats(x);
+    row("index.bytes_of_cap", workers, (double)most / CAP, "ratio", n_ops);
+    row("index.forgotten", workers, (double)st.forgotten, "blocks", n_ops);
+    pd_index_free(x);
+}
+
+static int play(int argc, char **argv)
+{
+    uint32_t workers = (uint32_t)atoi(argv[1]), copies = (uint32_t)atoi(argv[2]);
+    size_t n, events = 0, lookups = 0, looked = 0, changed = 0;
+    struct request *r = read_trace(argv[0], &n);
+    need(workers > 0 && workers < PD_INDEX_SLOTS && copies > 0, "WORKERS and COPIES are numbers from 1 on");
+    make_ops(r, n, workers, copies, argc > 3 ? (uint32_t)atoi(argv[3]) : 16384);
+    mix(workers);
+    rebuild(workers);
+    rebuild_of_records(workers);
+    cap(workers);
+    for (size_t i = 0; i < n_ops; i++) {
+        *(ops[i].kind == LOOKUP ? &lookups : &events) += 1;
+        *(ops[i].kind == LOOKUP ? &looked : &changed) += ops[i].n;
+    }
+    fprintf(stderr, "bench_index: %zu lookups of %.1f blocks, %zu events of %.1f blocks\n", lookups, (double)looked / (double)lookups, events,
+            (double)changed / (double)events);
     return 0;
+}
+
+/* What a router pays before it can ask the index at all. */
+static int hash(void)
+{
+    enum { TOKENS = 32768, BLOCK = 16, TIMES = 501 };
+    static int32_t ids[TOKENS];
+    static hash_t h[TOKENS / BLOCK];
+    int64_t t[TIMES];
+    for (int i = 0; i < TOKENS; i++)
+        ids[i] = i * 7919 % 128000;
+    for (int i = 0; i < TIMES; i++) {
+        ids[0] = i;
+        int64_t a = pd_mono_ns();
+        pd_block_hashes(42, ids, TOKENS, BLOCK, (struct pd_str){ NULL, 0 }, (struct pd_str){ NULL, 0 }, h);
+        t[i] = pd_mono_ns() - a;
+    }
+    qsort(t, TIMES, sizeof *t, by_value);
+    row("hash.p50", TOKENS / BLOCK, (double)t[TIMES / 2] / 1e3, "us", TIMES);
+    row("hash.p99", TOKENS / BLOCK, (double)t[TIMES * 99 / 100] / 1e3, "us", TIMES);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc >= 5 && !strcmp(argv[1], "play"))
+        return play(argc - 2, argv + 2);
+    need(argc == 2 && !strcmp(argv[1], "hash"), "bench_index play TRACE WORKERS COPIES [BLOCKS], or bench_index hash");
+    return hash();
 }
