@@ -1,8 +1,10 @@
 /* pd-bench: measures. Verbs: engine (the rows of make bench-engine), logits (for comparing engines), gen (a workload), load (a client that sends
- * it and notes when the answers came), score (the figures of that). */
+ * it and notes when the answers came), score (the figures of that), calibrate (a profile of
+ * this machine for the router). */
 #include <stdio.h>
 #include "../libcommon/engine/measure.h"
 #include "../libcommon/engine/options.h"
+#include "../libcommon/serve/calibrate.h"
 #include "../libcommon/serve/load.h"
 #include "../libcommon/sim/gen.h"
 #include "../libcommon/sim/score.h"
@@ -83,6 +85,8 @@ static int logits(int *status, struct pd_err *e)
 static struct poptOption gen_options[] = { { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_gen_options, 0, "The workload:", NULL }, PD_CLI_COMMON };
 static struct poptOption load_options[] = { { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_load_options, 0, "The load:", NULL }, PD_CLI_COMMON };
 static struct poptOption score_options[] = { { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_score_options, 0, "The score:", NULL }, PD_CLI_COMMON };
+static struct poptOption calibrate_options[] = { { NULL, '\0', POPT_ARG_INCLUDE_TABLE, pd_calibrate_options, 0, "Calibration:", NULL }, PD_ENGINE_OPTIONS, PD_CLI_COMMON };
+static int calibrate(int *status, struct pd_err *e) { return pd_calibrate_verb(e); }
 static int gen(int *status, struct pd_err *e) { return pd_gen_run(e); }
 static int score(int *status, struct pd_err *e) { return pd_score_verb(e); }
 
@@ -92,6 +96,7 @@ static const struct verb { const char *name, *args; const struct poptOption *opt
     { "gen", "gen -o FILE", gen_options, gen },
     { "load", "load -i REQUESTS -o unix:ROUTER | --self-test", load_options, pd_load_verb },
     { "score", "score -i RESULTS", score_options, score },
+    { "calibrate", "calibrate -m MODEL -o PROFILE", calibrate_options, calibrate },
 };
 enum { VERBS = sizeof verbs / sizeof *verbs };
 static const struct verb *verb;
@@ -105,7 +110,7 @@ static int run(const char **args, int *status, struct pd_err *e)
             verb = &verbs[i];
     if (verb && !args[1])
         return verb->run(status, e);
-    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (engine, logits, gen, load, score)", args[0] ? args[1] ? args[1] : args[0] : "");
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (engine, logits, gen, load, score, calibrate)", args[0] ? args[1] ? args[1] : args[0] : "");
 }
 
 /* Each verb has its own options; engine's and logits' may stand before it, too. */
@@ -114,6 +119,6 @@ int main(int argc, char **argv)
     for (int i = 0; argc > 1 && i < VERBS; i++)
         if (!strcmp(argv[1], verbs[i].name))
             verb = &verbs[i];
-    return pd_cli_main("pd-bench", verb ? verb->options : options, verb ? verb->args : "engine|logits|gen|load|score; pd-bench VERB --help", argc, argv,
+    return pd_cli_main("pd-bench", verb ? verb->options : options, verb ? verb->args : "engine|logits|gen|load|score|calibrate; pd-bench VERB --help", argc, argv,
                        pd_engine_version, run);
 }

@@ -7,8 +7,7 @@
 #include <unistd.h>
 #include "../base/clock.h"
 #include "../base/log.h"
-#include "forward.h"
-#include "measure.h"
+#include "measure_in.h"
 
 static int by_value(const void *a, const void *b)
 {
@@ -20,62 +19,6 @@ double pd_median(double *v, int n)
 {
     qsort(v, (size_t)n, sizeof *v, by_value);
     return n % 2 ? v[n / 2] : (v[n / 2 - 1] + v[n / 2]) / 2;
-}
-
-/* Sequences of equal length with blocks for `tokens` tokens each. */
-struct bench { struct pd_runtime *rt; struct pd_fwd *fwd; uint32_t *blocks, n_blocks, n_seqs, per_seq; uint8_t **base; int32_t *tokens; struct pd_span *span; };
-
-static void bench_free(struct bench *b)
-{
-    for (uint32_t i = 0; i < b->n_blocks; i++)
-        pd_pool_put(b->rt->pool, b->blocks[i]);
-    pd_fwd_free(b->fwd);
-    pd_free(b->blocks);
-    pd_free(b->base);
-    pd_free(b->tokens);
-    pd_free(b->span);
-}
-
-static int bench_new(struct bench *b, struct pd_runtime *rt, struct pd_threads *threads, uint32_t n_seqs, uint32_t tokens, uint32_t max_rows, uint32_t max_logits,
-                     struct pd_err *e)
-{
-    uint32_t bs = (uint32_t)pd_pool_geom(rt->pool)->block_size, per = (tokens + bs - 1) / bs, n = per * n_seqs;
-    *b = (struct bench){ .rt = rt, .n_seqs = n_seqs, .per_seq = per };
-    int rc = PD_ENOMEM;
-    if (!(b->blocks = pd_calloc(n, sizeof *b->blocks, "bench", e)) || !(b->base = pd_calloc(n, sizeof *b->base, "bench", e)) ||
-        !(b->tokens = pd_calloc(tokens, sizeof *b->tokens, "bench", e)) || !(b->span = pd_calloc(n_seqs, sizeof *b->span, "bench", e)))
-        goto out;
-    if ((rc = pd_pool_take(rt->pool, n, b->blocks, e)) < 0)
-        goto out;
-    b->n_blocks = n;
-    for (uint32_t i = 0; i < n; i++)
-        b->base[i] = pd_pool_base(rt->pool, b->blocks[i]);
-    uint64_t x = 1;
-    for (uint32_t i = 0; i < tokens; i++) {
-        x = x * 6364136223846793005ull + 1442695040888963407ull;
-        b->tokens[i] = (int32_t)((x >> 33) % (uint64_t)rt->model->cfg.n_vocab);
-    }
-    rc = pd_fwd_new(rt->model, threads, rt->k, rt->pool, max_rows, max_logits, &b->fwd, e);
-out:
-    if (rc < 0)
-        bench_free(b);
-    return rc;
-}
-
-/* Positions [from, from + n) of sequences [s0, s1), `step` at a time. */
-static int run_rows(struct bench *b, uint32_t s0, uint32_t s1, uint32_t from, uint32_t n, uint32_t step, bool last_logits, struct pd_err *e)
-{
-    float *logits;
-    for (uint32_t at = from; at < from + n; at += step) {
-        uint32_t m = from + n - at < step ? from + n - at : step;
-        for (uint32_t s = s0; s < s1; s++)
-            b->span[s - s0] = (struct pd_span){ .tokens = b->tokens + at, .n = m, .pos0 = at, .blk = b->base + (size_t)s * b->per_seq,
-                                                .want_logits = step == 1 || (last_logits && at + m == from + n) };
-        int rc = pd_forward(b->fwd, b->span, s1 - s0, NULL, NULL, &logits, e);
-        if (rc < 0)
-            return rc;
-    }
-    return 0;
 }
 
 /* --- ceilings -------------------------------------------------------------------------------------------------------------------------------------- */
@@ -220,23 +163,23 @@ static int stop_busy(pid_t pid, const char *test, struct pd_err *e)
 static int run_test(struct pd_runtime *rt, struct pd_threads *threads, const struct pd_roof *roof, struct test *t, int reps, pd_row_fn *row, void *ctx,
                     struct pd_err *e)
 {
-    struct bench b;
+    struct pd_bench b;
     double v[64];
     pid_t busy = 0;
     uint32_t step = t->decode ? 1 : rt->chunk, rows = rt->chunk > t->batch ? rt->chunk : t->batch;
-    int rc = bench_new(&b, rt, threads, t->batch, t->n + t->depth, rows, t->batch, e);
+    int rc = pd_bench_new(&b, rt, threads, t->batch, t->n + t->depth, rows, t->batch, e);
     if (rc < 0)
         return rc;
     for (uint32_t s = 0; rc == 0 && t->depth && s < t->batch; s++)
-        rc = run_rows(&b, s, s + 1, 0, t->depth, rt->chunk, false, e);
+        rc = pd_bench_rows(&b, s, s + 1, 0, t->depth, rt->chunk, false, e);
     if (rc == 0 && t->busy)
         rc = start_busy(&busy, e);
     for (int i = -1; rc == 0 && i < reps; i++) {
         int64_t t0 = pd_mono_us();
         if (t->decode)
-            rc = run_rows(&b, 0, t->batch, t->depth, t->n, step, true, e);
+            rc = pd_bench_rows(&b, 0, t->batch, t->depth, t->n, step, true, e);
         for (uint32_t s = 0; rc == 0 && !t->decode && s < t->batch; s++)
-            rc = run_rows(&b, s, s + 1, t->depth, t->n, step, true, e);
+            rc = pd_bench_rows(&b, s, s + 1, t->depth, t->n, step, true, e);
         if (i >= 0)
             v[i] = (double)t->n * t->batch / ((double)(pd_mono_us() - t0) / 1e6);
     }
@@ -244,7 +187,7 @@ static int run_test(struct pd_runtime *rt, struct pd_threads *threads, const str
         int stopped = stop_busy(busy, t->name, rc < 0 ? NULL : e);
         rc = rc < 0 ? rc : stopped;
     }
-    bench_free(&b);
+    pd_bench_free(&b);
     if (rc < 0)
         return rc;
     t->value = pd_median(v, reps);
@@ -338,16 +281,16 @@ int pd_measure_load(struct pd_runtime *rt, pd_open_fn *reopen, pd_row_fn *row, v
         ms[i] = (double)(pd_mono_us() - t0) / 1e3;
     }
     struct pd_row load = { .name = "load", .value = pd_median(ms, 5), .unit = "ms", .goal = 500, .has_goal = true, .n = 5 };
-    struct bench b;
-    if ((rc = row(ctx, &load, e)) < 0 || (rc = bench_new(&b, rt, rt->threads, 1, rt->chunk, rt->chunk + rt->max_seqs, rt->max_seqs, e)) < 0)
+    struct pd_bench b;
+    if ((rc = row(ctx, &load, e)) < 0 || (rc = pd_bench_new(&b, rt, rt->threads, 1, rt->chunk, rt->chunk + rt->max_seqs, rt->max_seqs, e)) < 0)
         return rc;
-    if ((rc = run_rows(&b, 0, 1, 0, rt->chunk, rt->chunk, true, e)) == 0) {
+    if ((rc = pd_bench_rows(&b, 0, 1, 0, rt->chunk, rt->chunk, true, e)) == 0) {
         double rss = (double)(status_kib("RssAnon:") + status_kib("RssShmem:")) * 1024;
         double over = (rss - (double)(rt->model->packed_bytes + rt->model->embd_bytes) - (double)pd_pool_stats(rt->pool).slab_bytes) / (1 << 20);
         struct pd_row r = { .name = "memory_beyond_weights_and_kv", .value = over, .unit = "MiB", .goal = 100, .has_goal = true, .n = 1 };
         rc = row(ctx, &r, e);
     }
-    bench_free(&b);
+    pd_bench_free(&b);
     return rc;
 }
 
@@ -385,9 +328,9 @@ int pd_measure_logits(struct pd_runtime *rt, const char *ids_path, const char *o
     while (rc == 0 && getline(&line, &cap, in) > 0) {
         if ((rc = parse_ids(line, rt->model->cfg.n_vocab, &ids, e)) < 0 || !ids.n)
             continue;
-        struct bench b;
+        struct pd_bench b;
         uint32_t n = (uint32_t)(ids.n / sizeof(int32_t));
-        if ((rc = bench_new(&b, rt, rt->threads, 1, n, step, step, e)) < 0)
+        if ((rc = pd_bench_new(&b, rt, rt->threads, 1, n, step, step, e)) < 0)
             break;
         memcpy(b.tokens, ids.p, ids.n);
         for (uint32_t at = 0; rc == 0 && at < n; at += step) {
@@ -397,7 +340,7 @@ int pd_measure_logits(struct pd_runtime *rt, const char *ids_path, const char *o
                 fwrite(logits, sizeof *logits * (size_t)rt->model->cfg.n_vocab, s.n, out) != s.n)
                 rc = pd_fail_sys(e, "%s", out_path);
         }
-        bench_free(&b);
+        pd_bench_free(&b);
     }
     free(line);
     pd_buf_free(&ids);

@@ -33,6 +33,13 @@ int pd_measure_load(struct pd_runtime *rt, pd_open_fn *reopen, pd_row_fn *row, v
 /* Inline hand-over between two processes over a pipe, hashed at both ends, against cat of the same bytes through the same pipe: GB/s and the ratio. */
 int pd_measure_handover(const struct pd_pool_geom *g, uint64_t bytes, int reps, pd_row_fn *row, void *ctx, struct pd_err *e);
 
+/* A step: prefill of n tokens after `context` (in steps of the chunk), or one decode step of `batch` sequences with `kv` tokens in all, or both in one step (n at
+ * most a chunk). The time of one, median of reps after one for warmth; what takes less than 4 ms is made several times a repetition. */
+struct pd_work { uint32_t n, context, batch, kv; };
+int pd_measure_work(struct pd_runtime *rt, const struct pd_work *w, int reps, double *us, struct pd_err *e);
+/* KV of n_tokens: packed (its chunks' heads made, every byte hashed, nothing copied) and unpacked (verified, copied into blocks of another pool). */
+int pd_measure_pack(const struct pd_pool_geom *g, uint32_t n_tokens, int reps, double *bytes, double *pack_us, double *unpack_us, struct pd_err *e);
+
 /* Each line of ids_path is a window of decimal token ids. Writes [windows x tokens][n_vocab] little-endian float32 to out_path. */
 int pd_measure_logits(struct pd_runtime *rt, const char *ids_path, const char *out_path, struct pd_err *e);
 #endif

@@ -1,10 +1,11 @@
-/* The inline hand-over as two processes do it: one exports pool blocks through the publisher into a pipe, the other frames, verifies and copies them into
+/* KV packed and unpacked in one process, and the inline hand-over as two processes do it: one exports pool blocks through the publisher into a pipe, the other frames, verifies and copies them into
  * its own pool. Beside it, cat of the very same bytes through a pipe of the same size. */
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include "../base/clock.h"
@@ -28,21 +29,22 @@ static void side_free(struct side *s)
     pd_pool_free(s->pool);
 }
 
-static int side_new(struct side *s, const struct pd_pool_geom *g, uint64_t bytes, struct pd_err *e)
+/* Runs of n_tokens each, with KV made up. */
+static int side_new(struct side *s, const struct pd_pool_geom *g, uint32_t n_runs, uint32_t n_tokens, struct pd_err *e)
 {
     struct pd_kv_layout l;
     memset(s, 0, sizeof *s);
     uint64_t token = 2ull * (uint64_t)g->layers * (uint64_t)g->kv_heads * (uint64_t)g->head_dim * pd_dtype_size(g->dtype);
-    s->n_runs = (uint32_t)((bytes + token * RUN_TOKENS - 1) / (token * RUN_TOKENS));
-    int rc = pd_pool_new(g, (int64_t)((s->n_runs * token * RUN_TOKENS) + (256 << 20)), &s->pool, e);
+    s->n_runs = n_runs;
+    int rc = pd_pool_new(g, (int64_t)((n_runs * token * n_tokens) + (256 << 20)), &s->pool, e);
     if (rc < 0)
         return rc;
     pd_layout_from_pool(s->pool, &l);
-    if ((rc = pd_plan_make(&l, RUN_TOKENS, 0, &s->plan, e)) < 0)
+    if ((rc = pd_plan_make(&l, n_tokens, 0, &s->plan, e)) < 0)
         goto out;
     rc = PD_ENOMEM;
     if (!(s->blocks = pd_calloc(s->n_runs, sizeof *s->blocks, "bench", e)) || !(s->desc = pd_calloc(s->n_runs, sizeof *s->desc, "bench", e)) ||
-        !(s->tokens = pd_calloc(RUN_TOKENS, sizeof *s->tokens, "bench", e)))
+        !(s->tokens = pd_calloc(n_tokens, sizeof *s->tokens, "bench", e)))
         goto out;
     for (uint32_t i = 0; i < s->n_runs; i++) {
         struct pd_kvdesc *d = &s->desc[i];
@@ -51,7 +53,7 @@ static int side_new(struct side *s, const struct pd_pool_geom *g, uint64_t bytes
         if ((rc = pd_run_new(d->run, e)) < 0 || (rc = pd_gen_new(d->gen, e)) < 0 || (rc = pd_pool_take(s->pool, s->plan.n_blocks, s->blocks[i], e)) < 0)
             goto out;
         d->layout = l;
-        d->n_tokens = RUN_TOKENS;
+        d->n_tokens = n_tokens;
         d->token_ids = s->tokens;
         strcpy(d->payload.scheme, "inline");
         strcpy(d->payload.codec, "none");
@@ -79,6 +81,72 @@ static int side_new(struct side *s, const struct pd_pool_geom *g, uint64_t bytes
 out:
     if (rc < 0)
         side_free(s);
+    return rc;
+}
+
+/* Heads and pieces of all chunks of run 0; with `copy`, the bytes too, one after the other. */
+static int pack(const struct side *s, struct pd_chunk *heads, uint8_t *copy, struct iovec *iov, struct pd_err *e)
+{
+    int rc = 0;
+    for (uint32_t c = 0; rc == 0 && c < s->plan.n_chunks; c++) {
+        int n = 0;
+        rc = pd_export_chunk(s->pool, s->blocks[0], &s->plan, &s->desc[0], c, &heads[c], iov, &n, e);
+        for (int i = 0; rc == 0 && copy && i < n; copy += iov[i++].iov_len)
+            memcpy(copy, iov[i].iov_base, iov[i].iov_len);
+    }
+    return rc;
+}
+
+static int unpack(struct pd_pool *to, const struct side *s, struct pd_chunk *heads, struct pd_err *e)
+{
+    struct pd_import *im = NULL;
+    int rc = pd_import_begin(to, &s->desc[0], &im, e);
+    for (uint32_t c = 0; rc == 0 && c < s->plan.n_chunks; c++)
+        rc = pd_import_chunk(im, &heads[c], e);
+    pd_import_free(im);
+    return rc;
+}
+
+int pd_measure_pack(const struct pd_pool_geom *g, uint32_t n_tokens, int reps, double *bytes, double *pack_us, double *unpack_us, struct pd_err *e)
+{
+    struct side s = { 0 };
+    struct pd_pool *to = NULL;
+    struct pd_chunk *heads = NULL;
+    struct iovec *iov = NULL;
+    uint8_t *copy = NULL;
+    double v[2][32];
+    reps = reps > 32 ? 32 : reps;
+    int rc = side_new(&s, g, 1, n_tokens, e);
+    if (rc < 0)
+        return rc;
+    rc = pd_pool_new(g, (int64_t)s.plan.bytes + (256 << 20), &to, e);
+    if (rc == 0 && (!(heads = pd_calloc(s.plan.n_chunks, sizeof *heads, "bench", e)) || !(copy = pd_alloc_aligned(s.plan.bytes, "bench", e)) ||
+                    !(iov = pd_calloc(2 * (size_t)s.plan.chunk_blocks, sizeof *iov, "bench", e))))
+        rc = PD_ENOMEM;
+    rc = rc ? rc : pack(&s, heads, copy, iov, e);
+    for (uint64_t c = 0, at = 0; rc == 0 && c < s.plan.n_chunks; at += heads[c++].raw_len)
+        heads[c].data = (struct pd_bin){ copy + at, heads[c].raw_len };
+    struct pd_chunk *again = rc == 0 ? pd_calloc(s.plan.n_chunks, sizeof *again, "bench", e) : NULL;
+    rc = rc == 0 && !again ? PD_ENOMEM : rc;
+    for (int i = -1; rc == 0 && i < reps; i++) {
+        int64_t t0 = pd_mono_ns();
+        rc = pack(&s, again, NULL, iov, e);
+        int64_t t1 = pd_mono_ns();
+        rc = rc ? rc : unpack(to, &s, heads, e);
+        if (i >= 0) {
+            v[0][i] = (double)(t1 - t0) / 1e3;
+            v[1][i] = (double)(pd_mono_ns() - t1) / 1e3;
+        }
+    }
+    *bytes = (double)s.plan.bytes;
+    *pack_us = rc == 0 ? pd_median(v[0], reps) : 0;
+    *unpack_us = rc == 0 ? pd_median(v[1], reps) : 0;
+    pd_free(again);
+    pd_free(iov);
+    pd_free(copy);
+    pd_free(heads);
+    pd_pool_free(to);
+    side_free(&s);
     return rc;
 }
 
@@ -206,12 +274,11 @@ int pd_measure_handover(const struct pd_pool_geom *g, uint64_t bytes, int reps, 
     int data[2] = { -1, -1 }, done[2] = { -1, -1 }, file = -1;
     pid_t child = -1;
     reps = reps > 32 ? 32 : reps;
-    uint64_t want = bytes;
     if (pipe2(data, O_CLOEXEC) < 0 || pipe2(done, O_CLOEXEC) < 0)
         return pd_fail_sys(e, "pipe");
     (void)!fcntl(data[1], F_SETPIPE_SZ, PIPE);
     uint64_t token = 2ull * (uint64_t)g->layers * (uint64_t)g->kv_heads * (uint64_t)g->head_dim * pd_dtype_size(g->dtype);
-    uint32_t n_runs = (uint32_t)((want + token * RUN_TOKENS - 1) / (token * RUN_TOKENS));
+    uint32_t n_runs = (uint32_t)((bytes + token * RUN_TOKENS - 1) / (token * RUN_TOKENS));
     if ((child = fork()) == 0) {
         close(data[1]);
         close(done[0]);
@@ -219,7 +286,7 @@ int pd_measure_handover(const struct pd_pool_geom *g, uint64_t bytes, int reps, 
     }
     close(data[0]);
     close(done[1]);
-    int rc = child < 0 ? pd_fail_sys(e, "fork") : side_new(&s, g, want, e);
+    int rc = child < 0 ? pd_fail_sys(e, "fork") : side_new(&s, g, n_runs, RUN_TOKENS, e);
     if (rc < 0)
         goto out;
     if ((file = memfd_create("pd-handover", MFD_CLOEXEC)) < 0 || (rc = export_all(&s, file, e)) < 0) {

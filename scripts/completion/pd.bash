@@ -45,7 +45,7 @@ _pd() {
                 if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow why replay kv verify"
                 elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice convert salvage png"
                 fi ;;
-            pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits gen load score" ;;
+            pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits gen load score calibrate" ;;
         esac
     fi
 

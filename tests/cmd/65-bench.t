@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""pd-bench gen, load, score: workloads of the asked shape, by seed, at their times; what was noted of their answers, and the figures of that; nothing that was
+"""pd-bench gen, load, score, calibrate: workloads of the asked shape, by seed, at their times; what was noted of their answers, and the figures of that; nothing that was
 slow, failed or never came is left out; bad input in one line."""
 import json
 import os
@@ -152,6 +152,30 @@ def loads():
     ok(r.returncode == 0 and s["ended"] == 40 and s["figures"]["ttft"]["p50"][0] < 50, "--self-test: the client's own floor", (r.stderr, s))
 
 
+def calibrates():
+    out = os.path.join(tmp, "profile.json")
+    r = run([BENCH, "calibrate", "-m", TINY, "-t", "1", "--quick", "--note", 'a "note"\n', "-o", out])
+    p = json.load(open(out)) if r.returncode == 0 else {}
+    c = p.get("classes", [{}])[0]
+    ok(r.returncode == 0 and p["pd"] == "profile" and p["made"]["note"] == 'a "note"\n' and c["threads"] == 1 and c["model"].startswith("tiny") and c["kv_token_bytes"] > 0
+       and {len(c[t]["theta"]) for t in ("prefill", "decode", "mixed")} == {3} and {len(c[t]["theta"]) for t in ("pack", "unpack")} == {2}, "calibrate: a profile", (r.stderr, p))
+    every = [(t, c[t]) for t in ("prefill", "decode", "mixed", "pack", "unpack") if t in c] + [(x["scheme"], x) for x in p.get("paths", [])]
+    ok({t for t, _ in every} >= {"prefill", "decode", "mixed", "pack", "unpack", "shm", "tcp", "inline"} and all(len(x["rows"]) >= len(x["theta"]) and min(x["theta"]) >= 0 < max(x["theta"])
+       and all(row[-1] > 0 for row in x["rows"]) for _, x in every) and all(t in r.stdout.decode() for t, _ in every), "every cost has rows and coefficients", (r.stdout, every))
+
+    def off(t, x):                      # the largest relative distance of a row from its fit, worked out here
+        th, pre, dec = x["theta"], c["prefill"]["theta"], c["decode"]["theta"]
+        form = {"prefill": lambda n, ctx: (n, n * (ctx + n / 2)), "decode": lambda b, kv: (b, kv),
+                "mixed": lambda n, ctx, b, kv: (pre[0] + pre[1] * n + pre[2] * n * (ctx + n / 2), dec[0] + dec[1] * b + dec[2] * kv)}.get(t, lambda b: (b,))
+        return max(abs(row[-1] / (th[0] + sum(a * q for a, q in zip(th[1:], form(*row[:-1])))) - 1) for row in x["rows"])
+    ok(all(abs(off(t, x) - x["worst"]) < 1e-3 * (1 + x["worst"]) for t, x in every), "the fits are of the forms that pd-profile(5) tells", [(t, off(t, x), x["worst"]) for t, x in every])
+    p = subprocess.Popen([BENCH, "calibrate", "-m", TINY, "--no-paths", "-o", out + "2"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    time.sleep(0.2)
+    p.terminate()
+    err = p.communicate(timeout=60)[1]
+    ok(p.returncode == 6 and one_line(err) and not os.path.exists(out + "2"), "interrupted, it leaves no profile", (p.returncode, err))
+
+
 def refusals():
     bad = os.path.join(tmp, "bad.csv")
     with open(bad, "w") as f:
@@ -161,7 +185,8 @@ def refusals():
                                 (["gen", "--trace", bad], "line 2: ContextTokens: 'x'", 4), (["gen", "--trace", "/nowhere"], "/nowhere", 1),
                                 (["gen", "--arrivals", "onoff"], "--on 2s"), (["gen", "--reps", "3"], "--reps"), (["load"], "-o:"), (["load", "-o", "file"], "-o:"), (["load", "-o", "unix:x", "--self-test"], "--self-test"),
                                 (["load", "-i", "/dev/null", "-o", "unix:x"], "no request", 1), (["score", "-i", "/dev/null"], "no result", 1), (["score", "--slo", "5ms"], "--slo"),
-                                (["nothing"], "no verb"), (["-v", "gen"], "the verb comes first")]:
+                                (["calibrate"], "-m:"), (["calibrate", "-m", TINY, "--reps", "99"], "--reps"),
+                                (["calibrate", "-m", "/nowhere", "--no-paths"], "/nowhere", 1), (["nothing"], "no verb"), (["-v", "gen"], "the verb comes first")]:
         good, note = refused(args, says, *status)
         ok(good, f"refused: {' '.join(args[:3])}".replace(tmp, "."), note)
 
@@ -171,5 +196,6 @@ generate()
 pipeline()
 scores()
 loads()
+calibrates()
 refusals()
 tap.done()
