@@ -7,7 +7,7 @@
 #include "../wire/record.h"
 
 const char *const pd_arrive_names[] = { "poisson", "gamma", "onoff", "even", "trace", NULL };
-const char *const pd_share_names[] = { "cold", "partial", "full", "trace", NULL };
+const char *const pd_sharing_names[] = { "cold", "partial", "full", "trace", NULL };
 static const double MOST_US = 9e15;
 
 int pd_name_of(const char *const *names, const char *s)
@@ -112,9 +112,9 @@ static int traffic_key(const char *key, const char *v, struct pd_traffic *t, str
     if (!strcmp(key, "isl") || !strcmp(key, "osl"))
         return pd_lens_parse(v, *key == 'i' ? &t->isl : &t->osl, e);
     if (!strcmp(key, "prefix")) {
-        if ((i = pd_name_of(pd_share_names, v)) < 0)
+        if ((i = pd_name_of(pd_sharing_names, v)) < 0)
             return pd_fail(e, PD_EUSAGE, "'%s' is not cold, partial, full or trace", v);
-        t->prefix = (enum pd_share)i;
+        t->prefix = (enum pd_sharing)i;
         return 0;
     }
     if (!strcmp(key, "ttft") || !strcmp(key, "tpot")) {

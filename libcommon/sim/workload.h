@@ -19,8 +19,8 @@
 
 enum pd_arrive { PD_ARRIVE_POISSON, PD_ARRIVE_GAMMA, PD_ARRIVE_ONOFF, PD_ARRIVE_EVEN, PD_ARRIVE_LOG };
 extern const char *const pd_arrive_names[];     /* by enum, NULL-ended; so the other two */
-enum pd_share { PD_SHARE_COLD, PD_SHARE_PARTIAL, PD_SHARE_FULL, PD_SHARE_LOG };
-extern const char *const pd_share_names[];
+enum pd_sharing { PD_SHARE_COLD, PD_SHARE_PARTIAL, PD_SHARE_FULL, PD_SHARE_LOG };
+extern const char *const pd_sharing_names[];
 int pd_name_of(const char *const *names, const char *s);        /* < 0: none of them */
 
 enum pd_lens_kind { PD_LENS_FIXED, PD_LENS_UNIFORM, PD_LENS_LOGNORMAL, PD_LENS_LOG };
@@ -32,7 +32,7 @@ struct pd_traffic {
     char name[32];
     double weight;
     struct pd_lens isl, osl;            /* one of the two from a log: both are the same row's */
-    enum pd_share prefix;
+    enum pd_sharing prefix;
     uint32_t groups; double share;
     double ttft_ms, tpot_ms;            /* its SLO; 0: none */
 };

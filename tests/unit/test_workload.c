@@ -187,7 +187,7 @@ static void same_seed_same_bytes(void **state)
 /* What prompts have in common is what was asked for, by their tokens, and reusable tells it. */
 static void prefixes(void **state)
 {
-    static const enum pd_share kinds[] = { PD_SHARE_COLD, PD_SHARE_PARTIAL, PD_SHARE_FULL };
+    static const enum pd_sharing kinds[] = { PD_SHARE_COLD, PD_SHARE_PARTIAL, PD_SHARE_FULL };
     for (int k = 0; k < 3; k++) {
         struct pd_traffic t = one;
         struct pd_workload_opts o = base();
