@@ -3,68 +3,30 @@
 #include "../libcommon/engine/options.h"
 #include "../libcommon/kv/convert.h"
 #include "../libcommon/kv/dump.h"
-#include "../libcommon/serve/register.h"
-#include "../libcommon/serve/worker.h"
+#include "../libcommon/serve/worker_options.h"
 #include "../libcommon/wire/endpoint.h"
-#include "../libcommon/xfer/transport.h"
 
-static char *on_mismatch, *role, *via, *allow;
+static char *on_mismatch;
 static unsigned convert;
-static int text, stream, keep_going, strict, in_place;
+static int text, stream, keep_going, strict;
 static struct poptOption options[] = {
     { "text", '\0', POPT_ARG_NONE, &text, 0, "write the generated text alone, in order of input", NULL },
     { "stream", '\0', POPT_ARG_NONE, &stream, 0, "write token records too", NULL },
     { "on-mismatch", '\0', POPT_ARG_STRING, &on_mismatch, 0, "KV that fails a check: recompute (default) or fail", "WHAT" },
-    { "allow-convert", '\0', POPT_ARG_STRING, &allow, 0, "take KV that differs in these, and convert it: block_size, order", "FIELDS" },
+    { "allow-convert", '\0', POPT_ARG_STRING, &pd_worker_cli.convert, 0, "take KV that differs in these, and convert it: block_size, order", "FIELDS" },
     { "keep-going", 'k', POPT_ARG_NONE, &keep_going, 0, "count and drop stray chunks instead of failing on them", NULL },
     { "strict", '\0', POPT_ARG_NONE, &strict, 0, "exit 9 when a run was recovered from a fault", NULL },
-    { "role", '\0', POPT_ARG_STRING, &role, 0, "as a daemon: decode (default) or both: what a router may use it for", "ROLE" },
-    { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may come, best first (default shm,inline; over TCP tcp,inline)", "SCHEMES" },
-    { "in-place", '\0', POPT_ARG_NONE, &in_place, 0, "as a daemon: read KV that comes by shm where the prefill worker has it", NULL },
     PD_DAEMON_OPTIONS,
-    PD_REGISTER_OPTIONS,
+    PD_WORKER_OPTIONS,
     PD_ENGINE_OPTIONS,
     PD_CLI_COMMON
 };
 
 static int serve(struct pd_err *e)
 {
-    struct pd_runtime rt = { 0 };
-    struct pd_trace *trace = NULL;
-    struct pd_daemon_opts o = { .role = role ? role : "decode" };
-    int64_t max = pd_cli_max_record(e);
-    int rc = max < 0 ? e->code : pd_daemon_from_cli(&o, e);
-    if (rc < 0)
-        return rc;
-    if (strcmp(o.role, "both") && strcmp(o.role, "decode"))
-        return pd_fail(e, PD_EUSAGE, "--role: '%s' is no role of this command (decode or both)", role);
-    if (via && (rc = pd_via_check(via, e)) < 0)
-        return rc;
     if (pd_cli.in || pd_cli.out || pd_cli.format || text || on_mismatch || keep_going || strict || pd_engine_cli.lines)
         return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --text, --lines, --on-mismatch, -k and --strict are for filters (each client has the form that it writes)");
-    o.max_record = (size_t)max;
-    if ((rc = pd_engine_open(o.role, &rt, e)) == 0 && (rt.convert = convert, rc = pd_engine_trace(o.role, &rt, &trace, e)) == 0) {
-        struct pd_worker_opts w = { .seed = pd_engine_cli.seed, .stream = stream, .via = via, .in_place = in_place, .trace = trace,
-                                     .routers = (const char *const *)pd_register_cli.routers };
-        rc = pd_worker_serve(&rt, &w, &o, e);
-    }
-    pd_trace_close(trace);
-    pd_runtime_close(&rt);
-    return rc;
-}
-
-static int describe(struct pd_err *e)
-{
-    struct pd_runtime rt = { 0 };
-    const char *as = role ? role : "decode";
-    if (strcmp(as, "decode") && strcmp(as, "both"))
-        return pd_fail(e, PD_EUSAGE, "--role: '%s' is no role of this command (decode or both)", as);
-    int rc = pd_engine_open(as, &rt, e);
-    rt.convert = convert;
-    struct pd_register_opts o = { .rt = &rt, .role = as, .max_runs = 4 * rt.max_seqs, .via = via };
-    rc = rc ? rc : pd_register_print(&o, (const char *const *)pd_daemon_cli.listen, e);
-    pd_runtime_close(&rt);
-    return rc;
+    return pd_worker_cli_serve("decode", stream, e);
 }
 
 static int run(const char **args, int *status, struct pd_err *e)
@@ -84,16 +46,15 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     if (on_mismatch && strcmp(on_mismatch, "recompute") && strcmp(on_mismatch, "fail"))
         return pd_fail(e, PD_EUSAGE, "--on-mismatch: '%s' is unknown (recompute or fail)", on_mismatch);
-    if (allow && (rc = pd_conv_parse(allow, &convert, e)) < 0)
+    if (pd_worker_cli.convert && (rc = pd_conv_parse(pd_worker_cli.convert, &convert, e)) < 0)
         return rc;
     pd_engine_cli.serving = pd_daemon_cli.listen || pd_register_cli.describe;
     if (pd_register_cli.describe)
-        return describe(e);
+        return pd_worker_cli_describe("decode", e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (role || via || in_place || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.advertise || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
-        return pd_fail(e, PD_EUSAGE, "--role, --via, --in-place, --register, --advertise, --metrics, --ready-fd and --max-connections are for daemons "
-                                     "(add --listen unix:PATH)");
+    if ((rc = pd_worker_cli_none(e)) < 0)
+        return rc;
     if (text && stream)
         return pd_fail(e, PD_EUSAGE, "--text and --stream exclude each other (text is written as it comes anyway)");
     if (text && pd_cli.format)

@@ -1,62 +1,26 @@
 /* pd-prefill: requests in, KV out; with --listen a daemon. */
-#include "../libcommon/base/opt.h"
 #include "../libcommon/engine/options.h"
 #include "../libcommon/engine/prefiller.h"
 #include "../libcommon/model/dtype.h"
-#include "../libcommon/serve/giver.h"
-#include "../libcommon/serve/register.h"
+#include "../libcommon/serve/worker_options.h"
 #include "../libcommon/wire/endpoint.h"
-#include "../libcommon/xfer/transport.h"
 
-static char *kv, *codec, *via, *lease, *streams;
+static char *kv, *codec;
 static struct poptOption options[] = {
     { "kv", '\0', POPT_ARG_STRING, &kv, 0, "how the KV travels: inline (default: in the stream)", "SCHEME" },
     { "codec", '\0', POPT_ARG_STRING, &codec, 0, "KV in the stream: none (default), zstd, or auto (zstd where the reader is slower than the coding)", "NAME" },
-    { "via", '\0', POPT_ARG_STRING, &via, 0, "as a daemon: how KV may go, best first (default shm,inline; over TCP tcp,inline)", "SCHEMES" },
-    { "streams", '\0', POPT_ARG_STRING, &streams, 0, "as a daemon: streams of data to a decode worker by tcp (default 4)", "N" },
-    { "lease", '\0', POPT_ARG_STRING, &lease, 0, "as a daemon: how long published KV is kept for a decode worker (default 30s)", "TIME" },
+    { "allow-convert", '\0', POPT_ARG_STRING, &pd_worker_cli.convert, 0, "with --role both: take KV that differs in these, and convert it: block_size, order", "FIELDS" },
     PD_DAEMON_OPTIONS,
-    PD_REGISTER_OPTIONS,
+    PD_WORKER_OPTIONS,
     PD_ENGINE_OPTIONS,
     PD_CLI_COMMON
 };
 
-static int describe(struct pd_err *e)
-{
-    struct pd_runtime rt = { 0 };
-    int rc = pd_engine_open("prefill", &rt, e);
-    struct pd_register_opts o = { .rt = &rt, .role = "prefill", .max_runs = 4 * rt.max_seqs, .via = via };
-    rc = rc ? rc : pd_register_print(&o, (const char *const *)pd_daemon_cli.listen, e);
-    pd_runtime_close(&rt);
-    return rc;
-}
-
 static int serve(struct pd_err *e)
 {
-    struct pd_runtime rt = { 0 };
-    struct pd_trace *trace = NULL;
-    struct pd_daemon_opts o = { .role = "prefill" };
-    int64_t max = pd_cli_max_record(e), lease_us = 0, n_streams = 0;
-    int rc = max < 0 ? e->code : pd_daemon_from_cli(&o, e);
-    if (rc < 0)
-        return rc;
     if (pd_cli.in || pd_cli.out || pd_cli.format || kv || codec || pd_engine_cli.lines)
         return pd_fail(e, PD_EUSAGE, "--listen: -i, -o, --format, --kv, --codec and --lines are for filters (KV goes where each request's route says)");
-    if (lease && (pd_parse_duration(lease, &lease_us, e) < 0 || lease_us < 100000))
-        return pd_fail(e, PD_EUSAGE, "--lease: '%s' is not a time of 100ms or more (example: --lease 30s)", lease);
-    if (via && (rc = pd_via_check(via, e)) < 0)
-        return rc;
-    if (streams && pd_parse_int(streams, 1, PD_XFER_STREAMS_MAX, &n_streams, e) < 0)
-        return pd_err_prefix(e, "--streams");
-    o.max_record = (size_t)max;
-    if ((rc = pd_engine_open("prefill", &rt, e)) == 0 && (rc = pd_engine_trace("prefill", &rt, &trace, e)) == 0) {
-        struct pd_giver_opts g = { .seed = pd_engine_cli.seed, .lease_us = lease_us, .via = via, .streams = (uint32_t)n_streams, .trace = trace,
-                                    .routers = (const char *const *)pd_register_cli.routers };
-        rc = pd_giver_serve(&rt, &g, &o, e);
-    }
-    pd_trace_close(trace);
-    pd_runtime_close(&rt);
-    return rc;
+    return pd_worker_cli_serve("prefill", false, e);
 }
 
 static int run(const char **args, int *status, struct pd_err *e)
@@ -76,12 +40,13 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected (input comes from -i)", args[0]);
     pd_engine_cli.serving = pd_daemon_cli.listen || pd_register_cli.describe;
     if (pd_register_cli.describe)
-        return describe(e);
+        return pd_worker_cli_describe("prefill", e);
     if (pd_daemon_cli.listen)
         return serve(e);
-    if (via || lease || streams || pd_register_cli.routers || pd_daemon_cli.metrics || pd_daemon_cli.advertise || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
-        return pd_fail(e, PD_EUSAGE, "--via, --streams, --lease, --register, --advertise, --metrics, --ready-fd and --max-connections are for daemons "
-                                     "(add --listen unix:PATH)");
+    if ((rc = pd_worker_cli_none(e)) < 0)
+        return rc;
+    if (pd_worker_cli.convert)
+        return pd_fail(e, PD_EUSAGE, "--allow-convert: it is for workers that take KV (--listen, --role both)");
     if (kv && strcmp(kv, "inline"))
         return pd_fail(e, PD_EUSAGE, "--kv: '%s' is no way of a stream: inline is"
                                      " (-o FILE.h5 makes a dump; shm, tcp and rdma: pd-kvsend, or --listen and --via)", kv);

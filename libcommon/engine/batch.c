@@ -25,7 +25,9 @@ int pd_batch_new(const struct pd_model *m, struct pd_threads *t, const struct pd
     struct pd_batch *b = pd_calloc(1, sizeof *b, "batch", e);
     if (!b)
         return PD_ENOMEM;
-    *b = (struct pd_batch){ .m = m, .k = k, .pool = pool, .o = *o, .cb = *cb, .tail = &b->head };
+    *b = (struct pd_batch){ .m = m, .k = k, .pool = pool, .o = *o, .tail = &b->head };
+    if (cb)
+        b->cb = *cb;
     int rc;
     if (!(b->span = pd_calloc(o->max_seqs, sizeof *b->span, "batch", e)) || !(b->span_seq = pd_calloc(o->max_seqs, sizeof *b->span_seq, "batch", e)) ||
         !(b->spare = pd_calloc((size_t)m->cfg.n_vocab, sizeof *b->spare, "logits", e))) {
@@ -71,6 +73,7 @@ struct pd_batch_stats pd_batch_stats(const struct pd_batch *b)
         uint32_t left = pd_seq_n(s) - s->n_kv;
         st.rows_left += s->run->n_prompt + (s->run->prefill_only ? 0 : (uint64_t)s->run->req->max_tokens) - s->n_kv;
         st.waiting += !s->n_kv;
+        st.to_give += s->run->prefill_only;
         if (left <= 1 && s->n_kv)
             st.kv_tokens += s->n_kv;
         else if (s->n_kv || !s->choice || pd_seq_n(s) > s->run->n_prompt)       /* else it takes the first choice's */
@@ -197,7 +200,7 @@ static void finish(struct pd_batch *b, struct pd_seq *s, const char *reason, con
     if (!s->run->prefill_only)
         put_blocks(b, s);
     s->run->n_open--;
-    b->cb.finished(b->cb.ctx, s, reason, why);
+    s->run->cb->finished(s->run->cb->ctx, s, reason, why);
 }
 
 /* A choice fails; the first one before the others were forked from it takes them along. The run may be gone after this. */
@@ -222,7 +225,7 @@ static void accept_token(struct pd_batch *b, struct pd_seq *s, const struct pd_s
     uint32_t pos = pd_seq_n(s) - r->n_prompt - 1;
     if (!r->t_first)
         r->t_first = pd_mono_us();
-    bool stop = b->cb.token(b->cb.ctx, s, pos, t);
+    bool stop = r->cb->token(r->cb->ctx, s, pos, t);
     if (stop || pd_is_stop_token(b->m->tok, r->req, t->token))
         finish(b, s, "stop", NULL);
     else if ((int64_t)pos + 1 >= r->req->max_tokens || pd_seq_n(s) >= (uint32_t)b->m->cfg.n_ctx)
@@ -298,7 +301,7 @@ int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **
     rc = PD_ENOMEM;
     if (!(r = pd_calloc(1, sizeof *r, "run", e)))
         goto out;
-    *r = (struct pd_run){ .req = j->req, .user = j->user, .n_prompt = j->n_prompt, .n_seqs = (uint32_t)j->req->n, .n_open = (uint32_t)j->req->n,
+    *r = (struct pd_run){ .cb = j->cb ? j->cb : &b->cb, .req = j->req, .user = j->user, .n_prompt = j->n_prompt, .n_seqs = (uint32_t)j->req->n, .n_open = (uint32_t)j->req->n,
                           .prefill_only = j->prefill_only, .keep_out = j->keep_out, .t_submit = pd_mono_us() };
     if (b->o.priority_us)
         r->age = r->t_submit - j->spent_us - j->waited_us - pd_request_steps(j->req) * b->o.priority_us;
@@ -395,6 +398,9 @@ static int ensure_blocks(struct pd_batch *b, struct pd_seq *s, uint32_t tokens, 
  * when all blocks of the prompt can be had now: false, and it holds none. */
 static bool start(struct pd_batch *b, struct pd_seq *s)
 {
+    const struct pd_batch_cb *cb = s->run->cb;
+    if (s->run->prefill_only && cb->room && !cb->room(cb->ctx, s->run))
+        return false;
     take_cached(b, s);
     struct pd_pool_stats st = pd_pool_stats(b->pool);
     if (!s->run->prefill_only || blocks_for(b, s->run->n_prompt) - pd_seq_n_blocks(s) <= st.max - st.used)
@@ -438,7 +444,9 @@ static void end_late(struct pd_batch *b)
 static void plan_step(struct pd_batch *b)
 {
     uint32_t budget = b->o.chunk;
-    bool waits = false;         /* a prefill-only run does: those behind it do not begin, so that runs leave in their order and a large one is not starved */
+    /* Somebody does, for blocks: prefill-only runs behind it do not begin, so that they leave in their order, a large one is not starved, and none of them
+     * takes for long what an older one that is under way cannot go on without. */
+    bool waits = false;
     b->n_spans = 0;
     for (struct pd_seq *s = b->head, *next; s && b->n_spans < b->o.max_seqs; s = next) {
         next = s->next;
@@ -452,6 +460,7 @@ static void plan_step(struct pd_batch *b)
         if (ensure_blocks(b, s, want, &b->no_room) < 0) {
             if (starts)         /* it waits without holding what it did not compute */
                 drop_blocks(b, s);
+            waits = true;
             continue;
         }
         next = s->next;
@@ -461,8 +470,8 @@ static void plan_step(struct pd_batch *b)
         if (!s->run->t_start) {
             s->run->n_cached = cached < s->run->n_prompt ? cached : s->run->n_prompt;
             s->run->t_start = pd_mono_us();
-            if (b->cb.started)
-                b->cb.started(b->cb.ctx, s->run);
+            if (s->run->cb->started)
+                s->run->cb->started(s->run->cb->ctx, s->run);
         }
         b->span_seq[b->n_spans] = s;
         b->span[b->n_spans++] = (struct pd_span){ .tokens = pd_seq_tokens(s) + s->n_kv, .n = rows, .pos0 = s->n_kv, .blk = (uint8_t **)(void *)s->base.p,
@@ -477,7 +486,7 @@ static void on_layer(void *ctx, int layer)
         struct pd_run *r = b->span_seq[i]->run;
         uint32_t end = b->span[i].pos0 + b->span[i].n;
         if (r->prefill_only)
-            b->cb.layer_done(b->cb.ctx, r, layer, end < r->n_prompt ? end : r->n_prompt);
+            r->cb->layer_done(r->cb->ctx, r, layer, end < r->n_prompt ? end : r->n_prompt);
     }
 }
 
@@ -544,13 +553,25 @@ void pd_batch_fail_oldest(struct pd_batch *b)
     struct pd_err why = b->no_room;
     if (!why.code)
         pd_fail(&why, PD_ENOMEM, "no KV blocks left for this run: give --kv-mem more");
-    if (b->head)
-        fail_seq(b, b->head, &why);
+    struct pd_seq *s = b->head;
+    while (s && s->run->prefill_only)   /* it holds nothing yet, and waits for those that do */
+        s = s->next;
+    s = s ? s : b->head;
+    if (s)
+        fail_seq(b, s, &why);
 }
 
 static bool still_valid(struct pd_batch *b, struct pd_seq *s)
 {
-    return !s->foreign || !b->cb.valid || b->cb.valid(b->cb.ctx, s->run);
+    return !s->foreign || !s->run->cb->valid || s->run->cb->valid(s->run->cb->ctx, s->run);
+}
+
+static bool any_to_give(const struct pd_batch *b)
+{
+    for (uint32_t i = 0; i < b->n_spans; i++)
+        if (b->span_seq[i]->run->prefill_only)
+            return true;
+    return false;
 }
 
 int pd_batch_step(struct pd_batch *b, struct pd_err *e)
@@ -561,7 +582,7 @@ int pd_batch_step(struct pd_batch *b, struct pd_err *e)
     plan_step(b);
     if (!b->n_spans)
         return 0;
-    int rc = pd_forward(b->fwd, b->span, b->n_spans, b->cb.layer_done ? on_layer : NULL, b, &logits, e);
+    int rc = pd_forward(b->fwd, b->span, b->n_spans, any_to_give(b) ? on_layer : NULL, b, &logits, e);
     if (rc < 0) {
         struct pd_err why = *e;
         while (b->head)
@@ -578,7 +599,7 @@ int pd_batch_step(struct pd_batch *b, struct pd_err *e)
             logits += b->span[i].want_logits ? b->m->cfg.n_vocab : 0;
             continue;
         }
-        *(b->span[i].n == 1 ? &b->st.decode_rows : &b->st.prompt_rows) += b->span[i].n;
+        *(b->span[i].n == 1 && !(s && s->run->prefill_only) ? &b->st.decode_rows : &b->st.prompt_rows) += b->span[i].n;
         if (s)
             s->n_kv += b->span[i].n;
         if (b->span[i].want_logits) {

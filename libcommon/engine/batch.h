@@ -12,6 +12,9 @@
  * With a prefix index (kv/prefix) a sequence starts after the part of its tokens that is there, at least its last one being computed; and what it computed is
  * left there in whole blocks: the prompt when it is done, the rest when the sequence ends or is preempted. The cache gives way before anybody is preempted. KV
  * depends on nothing but the tokens before, so the bits are those of a run without.
+ *
+ * Runs of several owners may share a batch: each brings the callbacks of its own. One that is prefilled alone keeps its blocks for others to read, and cannot be
+ * preempted; so it begins only when all of them can be had at once, when its owner agrees (room), and while nobody older lacks blocks.
  * Invariant: when no run is left, every block taken here is back in the pool, or the index's.
  */
 #ifndef PD_ENGINE_BATCH_H
@@ -33,6 +36,7 @@ struct pd_seq {                 /* one choice of a run */
 };
 
 struct pd_run {
+    const struct pd_batch_cb *cb;       /* whom it is reported to */
     const struct pd_request *req;       /* resolved; the caller's, alive until pd_run_drop */
     void *user;
     uint32_t n_prompt, n_seqs, n_open;  /* n_open: choices not finished */
@@ -60,6 +64,8 @@ struct pd_batch_cb {
     /* Is what was read of the run's blocks in another process's memory still its KV? Asked after a step has read them, before any token of it counts. false: the
      * step is dropped, and the sequence computed again from its tokens. May be NULL. */
     bool (*valid)(void *ctx, struct pd_run *r);
+    /* May a prefill_only run, which is about to start, have its blocks now? They stay its own until nobody reads them any more. NULL: yes. */
+    bool (*room)(void *ctx, struct pd_run *r);
 };
 
 #define PD_PRIORITY_US 10000000  /* daemons: a step of priority is worth ten seconds of waiting */
@@ -71,6 +77,7 @@ struct pd_batch_opts {
 };
 struct pd_batch_opts pd_batch_opts_of(const struct pd_runtime *rt);
 struct pd_batch;
+/* cb: of the jobs that bring none; NULL when all bring theirs. */
 int pd_batch_new(const struct pd_model *m, struct pd_threads *t, const struct pd_kernels *k, struct pd_pool *pool, const struct pd_batch_opts *o,
                  const struct pd_batch_cb *cb, struct pd_batch **out, struct pd_err *e);
 void pd_batch_free(struct pd_batch *b);
@@ -79,6 +86,7 @@ struct pd_job {
     const struct pd_request *req;
     const int32_t *prompt; uint32_t n_prompt;
     void *user;
+    const struct pd_batch_cb *cb;       /* as long as the run lives; NULL: the batch's */
     bool prefill_only;
     bool keep_out;              /* KV that is not what would be computed here (imported, of another numerics class): nobody else gets it */
     int64_t spent_us;           /* since acceptance, for the deadline */
@@ -96,15 +104,15 @@ bool pd_batch_busy(const struct pd_batch *b);
 /* Rows run; 0: nothing could run for want of blocks, so the caller waits for whoever holds some (an import, an export), or ends the oldest with an error
  * when nobody does. < 0: the engine's own failure (memory): every run has ended with it. */
 int pd_batch_step(struct pd_batch *b, struct pd_err *e);
-void pd_batch_fail_oldest(struct pd_batch *b);           /* with the pool's own reason */
+void pd_batch_fail_oldest(struct pd_batch *b);           /* with the pool's own reason; of those that decode, where some do */
 void pd_run_drop(struct pd_batch *b, struct pd_run *r);         /* puts the blocks back and frees the run, wherever it is (also a running one: cancel) */
 
 static inline const int32_t *pd_seq_tokens(const struct pd_seq *s) { return (const int32_t *)(const void *)s->tokens.p; }
 static inline uint32_t pd_seq_n(const struct pd_seq *s) { return (uint32_t)(s->tokens.n / sizeof(int32_t)); }
 static inline const uint32_t *pd_seq_blocks(const struct pd_seq *s) { return (const uint32_t *)(const void *)s->blocks.p; }
 static inline uint32_t pd_seq_n_blocks(const struct pd_seq *s) { return (uint32_t)(s->blocks.n / sizeof(uint32_t)); }
-struct pd_batch_stats { uint64_t steps, prompt_rows, decode_rows, cached_rows, preemptions, rows_left, prompt_left, kv_tokens; uint32_t runs, seqs, waiting; };
+struct pd_batch_stats { uint64_t steps, prompt_rows, decode_rows, cached_rows, preemptions, rows_left, prompt_left, kv_tokens; uint32_t runs, seqs, waiting, to_give; };
 /* cached_rows: not computed, as they were cached. rows_left: at most, of the runs in hand. prompt_left: rows of prompts (and of what was
- * preempted) not computed yet; kv_tokens: that decoding sequences read at a step; waiting: sequences of which nothing is computed. */
+ * preempted) not computed yet; kv_tokens: that decoding sequences read at a step; waiting: sequences of which nothing is computed; to_give: those of prefill_only runs. */
 struct pd_batch_stats pd_batch_stats(const struct pd_batch *b);
 #endif

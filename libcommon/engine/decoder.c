@@ -132,7 +132,7 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
 void pd_dc_submit(struct pd_decoder *d, struct pd_dc_run *r, uint32_t *blocks, uint32_t n_blocks)
 {
     struct pd_err e;
-    struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .blocks = blocks, .n_blocks = n_blocks,
+    struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .cb = &d->cb, .blocks = blocks, .n_blocks = n_blocks,
                         .spent_us = pd_mono_us() - r->in.t_accept + r->before_us, .waited_us = r->waited_us };
     if (blocks) {
         j.first = r->desc.first;
@@ -320,15 +320,17 @@ static bool on_valid(void *ctx, struct pd_run *run)
 
 int pd_dc_open(struct pd_decoder *d, struct pd_err *e)
 {
-    struct pd_batch_cb cb = { d, NULL, on_token, on_finished, on_started, d->kv_valid ? on_valid : NULL };
     struct pd_batch_opts bo = pd_batch_opts_of(d->rt);
+    d->cb = (struct pd_batch_cb){ .ctx = d, .token = on_token, .finished = on_finished, .started = on_started, .valid = d->kv_valid ? on_valid : NULL };
     d->tail = &d->head;
-    return pd_batch_new(d->rt->model, d->rt->threads, d->rt->k, d->rt->pool, &bo, &cb, &d->batch, e);
+    d->own_batch = !d->batch;
+    return d->batch ? 0 : pd_batch_new(d->rt->model, d->rt->threads, d->rt->k, d->rt->pool, &bo, NULL, &d->batch, e);
 }
 
 void pd_dc_close(struct pd_decoder *d)
 {
-    pd_batch_free(d->batch);
+    if (d->own_batch)
+        pd_batch_free(d->batch);
     while (d->head) {
         d->head->run = NULL;    /* it went with the batch */
         pd_dc_run_free(d, d->head);

@@ -56,7 +56,8 @@ enum { PD_MAX_ON_WAY = 16384 };        /* runs whose KV is on its way: what pref
 struct pd_decoder {
     struct pd_runtime *rt;
     const struct pd_decode_opts *o;
-    struct pd_batch *batch;
+    struct pd_batch *batch; bool own_batch;     /* set before pd_dc_open: the caller's, who frees it before pd_dc_close and may have runs of others in it */
+    struct pd_batch_cb cb;
     struct pd_wstream *out;     /* or */
     const struct pd_dc_sink *sink;
     bool (*kv_valid)(void *ctx, struct pd_dc_run *r); void *kv_ctx;     /* of runs that read KV in place (batch.h), or NULL */
@@ -77,7 +78,7 @@ enum pd_dc_match { PD_BY_GEN,   /* of this generation, or one whose offer could 
                    PD_BY_NAME };        /* failing that any of the run's id */
 
 /* decoder.c */
-/* The batch, for a decoder whose rt, o, out or sink, trace and t0 are set. */
+/* A decoder whose rt, o, out or sink, trace and t0 are set, and the batch, where that is not. */
 int pd_dc_open(struct pd_decoder *d, struct pd_err *e);
 void pd_dc_close(struct pd_decoder *d);         /* frees all runs */
 /* One step, when the batch is busy. Where nothing can run for want of blocks, somebody gives his up. may_wait: input may end an import; true: wait for it. */

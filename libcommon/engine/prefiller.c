@@ -311,7 +311,7 @@ int pd_prefill_run(struct pd_runtime *rt, const struct pd_prefill_opts *o, struc
                    struct pd_trace *trace, int *status, struct pd_err *e)
 {
     struct prefiller p = { .rt = rt, .o = o, .trace = trace, .dumping = dump != NULL, .t0 = pd_mono_us() };
-    struct pd_batch_cb cb = { &p, on_layer, on_token, on_finished, on_started, NULL };
+    struct pd_batch_cb cb = { .ctx = &p, .layer_done = on_layer, .token = on_token, .finished = on_finished, .started = on_started };
     struct pd_batch_opts bo = pd_batch_opts_of(rt);
     bool open = true;
     int rc = pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &bo, &cb, &p.batch, e);

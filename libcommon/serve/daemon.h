@@ -7,8 +7,8 @@
  * returns 0 once no connection owes an answer or has one unwritten and no hook is busy. A second signal ends it at once: PD_ECANCEL. The table of entries
  * decides what a connection is for (dispatch.h); `status` and `cancel` are answered here, with the hooks' help.
  *
- * How a worker plugs in (worker.c is one): one compute thread drives the engine's batch under the loop.
- *   - The loop owns clients, runs and what is sent; the thread owns the batch (engine/decoding.h: pd_dc_open, pd_dc_submit, pd_dc_turn, pd_dc_end), the pool
+ * How a worker plugs in (worker.c; what it does with runs is its sides', runner.c and giver.c): one compute thread drives the engine's batch under the loop.
+ *   - The loop owns clients, runs and what is sent; the thread owns the batch (engine/batch.h, and engine/decoding.h over it), the pool
  *     and the sequences, and no socket. Between them: an inbox (submit, look for cancelled runs, stop) under a mutex, with a condition that the thread sleeps
  *     on while the batch is idle; and an outbox of records (pd_dc_sink), handed over with one pd_loop_post after each step, not one a token.
  *   - A request: the plain entry's `record` decodes it (pd_intake_read, quick); tokenising takes time by the prompt's length, so it is the thread's, between

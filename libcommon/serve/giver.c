@@ -22,22 +22,25 @@ static void let_go(struct pd_giver *g, struct pd_gv_run *r)
     if (r->dropping)
         return;
     r->dropping = true;
-    pd_desk_call(g->desk, &r->d, &r->c_drop, pd_gv_drop, r);
+    pd_desk_call(g->w->desk, &r->s.d, &r->c_drop, pd_gv_drop, r);
 }
 
 void pd_gv_settle(struct pd_giver *g, struct pd_gv_run *r)
 {
-    r->d.kept = r->leased || r->move;
-    pd_desk_look(g->desk, &r->d);
+    r->s.d.kept = r->leased || r->move;
+    pd_desk_look(g->w->desk, &r->s.d);
 }
 
 static void put_error(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why, const char *action)
 {
     struct pd_buf b = { 0 };
-    struct pd_request name = { .n = 1 };
-    memcpy(name.run, r->d.name, sizeof name.run);
-    if (pd_refusal_error(&name, why, action, &b, NULL) == 0)
-        pd_desk_put(g->desk, &r->d, &b);
+    struct pd_error_rec er = { .has_op = true, .code = pd_exit_status(why->code), .message = { why->msg, strlen(why->msg) } };
+    memcpy(er.run, r->s.d.name, sizeof er.run);
+    memcpy(er.op, r->op, sizeof er.op);         /* this worker may have the run again, to decode it: that did not fail */
+    snprintf(er.class_, sizeof er.class_, "%s", pd_code_name(why->code));
+    snprintf(er.action, sizeof er.action, "%s", action);
+    if (pd_error_encode(&er, &b, NULL) == 0)
+        pd_desk_put(g->w->desk, &r->s.d, &b);
     pd_buf_free(&b);
 }
 
@@ -46,9 +49,9 @@ void pd_gv_fail(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *wh
     if (r->failed || r->kv_told)
         return;
     r->failed = true;
-    pd_error("run %s: %s", r->d.name, why->msg);
+    pd_error("run %s: %s", r->s.d.name, why->msg);
     pd_gv_step(g, r, why->code == PD_ECANCEL ? PD_ST_CANCELLED : PD_ST_FAILED, 0, why->msg, NULL);
-    pd_metric_add(g->m_ends[why->code == PD_ECANCEL ? 2 : 1], 1);
+    pd_metric_add(g->w->m_ends[why->code == PD_ECANCEL ? PD_WK_CANCELLED : PD_WK_FAILED], 1);
     put_error(g, r, why, action);
     pd_gv_end_lease(g, r, "the run failed");
     let_go(g, r);
@@ -56,7 +59,7 @@ void pd_gv_fail(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *wh
 
 void pd_gv_not_given(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why, const char *action)
 {
-    if (r->settled || r->failed || r->no_d.code || atomic_load(&r->d.cancelled))
+    if (r->settled || r->failed || r->no_d.code || atomic_load(&r->s.d.cancelled))
         return;
     if (!r->kv_told) {
         pd_gv_fail(g, r, why, action);
@@ -64,7 +67,7 @@ void pd_gv_not_given(struct pd_giver *g, struct pd_gv_run *r, const struct pd_er
     }
     r->no_d = *why;
     pd_metric_add(g->m_not_given, 1);
-    pd_warn("run %s: %s", r->d.name, why->msg);
+    pd_warn("run %s: %s", r->s.d.name, why->msg);
     put_error(g, r, why, action);
 }
 
@@ -90,7 +93,7 @@ void pd_gv_put_kv(struct pd_giver *g, struct pd_gv_run *r)
     if (pd_kvdesc_encode(&kv, &b, &e) < 0)
         pd_gv_fail(g, r, &e, "abort");
     else {
-        pd_desk_put(g->desk, &r->d, &b);
+        pd_desk_put(g->w->desk, &r->s.d, &b);
         r->kv_told = true;
     }
     pd_buf_free(&b);
@@ -106,7 +109,7 @@ static void publish(struct pd_giver *g, struct pd_gv_run *r)
     }
     pd_gv_step(g, r, PD_ST_KV_PUBLISHED, r->plan.bytes, NULL, r->lease);       /* before the kv leaves: what decode does next comes after it in the log */
     r->published = true;
-    pd_metric_add(g->m_ends[0], 1);
+    pd_metric_add(g->w->m_ends[PD_WK_PUBLISHED], 1);
     pd_metric_add(g->m_tokens, r->desc.n_tokens);
     let_go(g, r);
     if (r->move)
@@ -119,12 +122,12 @@ static void publish(struct pd_giver *g, struct pd_gv_run *r)
 static void lease(struct pd_giver *g, struct pd_gv_run *r)
 {
     struct pd_err e;
-    int rc = pd_lease_grant(g->leases, r->d.name, r->desc.gen, r->blocks, r->plan.n_blocks, g->o.lease_us, pd_mono_us(), r->lease, &e);
+    int rc = pd_lease_grant(g->leases, r->s.d.name, r->desc.gen, r->blocks, r->plan.n_blocks, g->w->o.lease_us, pd_mono_us(), r->lease, &e);
     if (rc < 0) {
         pd_gv_fail(g, r, &e, "retry");
         return;
     }
-    r->leased = r->d.kept = true;
+    r->leased = r->s.d.kept = true;
     pd_lease_fill(g->leases, r->lease, NULL);
     pd_gv_try(g, r);
 }
@@ -143,7 +146,7 @@ static void on_news(void *ctx, struct pd_desk_run *dr)
         pd_link_soon(r->link);
     }
     if (finished && r->why.code)
-        pd_gv_fail(g, r, &r->why, "abort");
+        pd_gv_fail(g, r, &r->why, r->why.code == PD_ENOMEM ? "retry" : "abort");         /* another may have more */
     else if (finished && !r->failed)
         publish(g, r);
 }
@@ -172,7 +175,7 @@ static int admit(void *ctx, struct pd_desk_run *dr, struct pd_err *e)
     if (!dr->routed || !dr->route.d.at.p)
         return pd_fail(e, PD_EFAIL, "request: this worker only prefills; a request needs a route that says where its KV goes (send it to pd-route)");
     r->g = g;
-    r->n_ids = dr->in.req.n_token_ids;
+    r->s.n_ids = dr->in.req.n_token_ids;
     int rc = sum_of(&dr->in.req, &r->sum, e);
     rc = rc ? rc : pd_gv_peer_of(g, dr->route.d.at, &r->peer, e);
     if (rc < 0)
@@ -182,8 +185,8 @@ static int admit(void *ctx, struct pd_desk_run *dr, struct pd_err *e)
     r->in = dr->in;
     dr->in = (struct pd_intake){ 0 };
     struct pd_step s = { .run = dr->name, .where = "remote", .op = r->op };
-    pd_run_step(g->o.trace, &s, PD_ST_ACCEPTED, 0, NULL);
-    pd_desk_call(g->desk, &r->d, &r->c_take, pd_gv_take, r);
+    pd_run_step(g->w->o.trace, &s, PD_ST_ACCEPTED, 0, NULL);
+    pd_desk_call(g->w->desk, &r->s.d, &r->c_take, pd_gv_take, r);
     pd_gv_reach(r->peer);             /* while it is computed */
     return 0;
 }
@@ -200,12 +203,12 @@ static bool again(void *ctx, struct pd_desk_run *dr, struct pd_client *from, con
     int rc = route->d.at.p ? sum_of(&in->req, &sum, &e) : pd_fail(&e, PD_EFAIL, "request: its route does not say where its KV goes");
     rc = rc ? rc : pd_gv_peer_of(g, route->d.at, &p, &e);
     if (rc < 0) {
-        pd_desk_refuse(g->desk, from, &in->req, &e, "abort");
+        pd_desk_refuse(g->w->desk, from, &in->req, &e, "abort");
         return true;
     }
     if (sum != r->sum) {        /* one name, another run */
         pd_gv_peer_drop(p);
-        pd_desk_cancel(g->desk, dr, PD_WHY_RECORD);
+        pd_desk_cancel(g->w->desk, dr, PD_WHY_RECORD);
         return false;
     }
     bool new = p != r->peer || memcmp(route->op, r->op, sizeof r->op);
@@ -215,7 +218,7 @@ static bool again(void *ctx, struct pd_desk_run *dr, struct pd_client *from, con
         pd_gv_peer_drop(r->peer);
     r->peer = p;
     memcpy(r->op, route->op, sizeof r->op);
-    pd_desk_move(g->desk, dr, from);
+    pd_desk_move(g->w->desk, dr, from);
     if (new) {
         r->settled = r->kv_told = false;
         r->n_lost = 0;
@@ -254,7 +257,7 @@ static void on_cancel_run(void *ctx, struct pd_desk_run *dr)
 static void on_freed(void *ctx, struct pd_desk_run *dr)
 {
     struct pd_gv_run *r = (struct pd_gv_run *)dr;
-    (void)ctx;
+    pd_gv_uncount(ctx, r);
     if (r->peer) {
         r->peer->n_runs--;
         pd_gv_peer_drop(r->peer);
@@ -267,7 +270,7 @@ static void refuse(void *ctx, const struct pd_request *q, const struct pd_err *w
 {
     struct pd_giver *g = ctx;
     pd_refusal_log(q, why);
-    pd_metric_add(g->m_ends[3], 1);
+    pd_metric_add(g->w->m_ends[PD_WK_REFUSED], 1);
     pd_refusal_error(q, why, action, b, NULL);
 }
 
@@ -278,23 +281,25 @@ static void on_lease(void *ctx, enum pd_lease_step step, const struct pd_lease_i
     static const enum pd_state_id state[] = { PD_ST_LEASE_GRANTED, PD_ST_LEASE_READ, PD_ST_LEASE_RENEWED, PD_ST_LEASE_RELEASED, PD_ST_LEASE_EXPIRED,
                                               PD_ST_LEASE_REVOKED, PD_ST_REAPED };
     struct pd_giver *g = ctx;
-    struct pd_gv_run *r = (struct pd_gv_run *)pd_desk_find(g->desk, l->run, PD_RUN_LEN);
+    struct pd_gv_run *r = (struct pd_gv_run *)pd_desk_find(g->w->desk, l->run, PD_RUN_LEN);
+    r = r && r->s.side == &g->side ? r : NULL;
     if (step != PD_LEASE_STEP_GRANTED && !(r && !memcmp(r->lease, l->id, sizeof r->lease)))         /* one that gave up its name */
-        for (r = (void *)pd_desk_first(g->desk); r && memcmp(r->lease, l->id, sizeof r->lease);)
-            r = (void *)r->d.node.next;
+        for (r = pd_gv_next(g, NULL); r && memcmp(r->lease, l->id, sizeof r->lease);)
+            r = pd_gv_next(g, r);
     pd_metric_add(g->m_lease[step], 1);
-    struct pd_step s = { .run = l->run, .gen = l->gen, .lease = l->id, .where = "remote", .op = r ? r->d.route.op : NULL };
-    pd_trace_step(g->o.trace, &s, state[step], 0, l->cause);
+    struct pd_step s = { .run = l->run, .gen = l->gen, .lease = l->id, .where = "remote", .op = r ? r->s.d.route.op : NULL };
+    pd_trace_step(g->w->o.trace, &s, state[step], 0, l->cause);
     if (step != PD_LEASE_STEP_RELEASED && step != PD_LEASE_STEP_EXPIRED && step != PD_LEASE_STEP_REVOKED)
         return;
     if (r && r->leased && !memcmp(r->lease, l->id, sizeof r->lease)) {
         r->settled |= step == PD_LEASE_STEP_RELEASED && !r->moved_on;       /* its decode worker has it, whichever connection says so */
         r->leased = false;
         r->lease_over = true;
+        pd_gv_uncount(g, r);
     }
     if (!g->tidying) {
         g->tidying = true;
-        pd_loop_defer(pd_daemon_loop(g->d), &g->tidy);
+        pd_loop_defer(pd_daemon_loop(g->w->d), &g->tidy);
     }
 }
 
@@ -304,8 +309,8 @@ static void on_tidy(void *ctx)
     struct pd_giver *g = ctx;
     struct pd_err e;
     g->tidying = false;
-    for (struct pd_gv_run *r = (void *)pd_desk_first(g->desk), *next; r; r = next) {
-        next = (void *)r->d.node.next;
+    for (struct pd_gv_run *r = pd_gv_next(g, NULL), *next; r; r = next) {
+        next = pd_gv_next(g, r);
         if (!r->lease_over || r->leased)
             continue;
         if (r->published && !r->settled && !r->failed && !r->no_d.code && !r->move) {
@@ -320,61 +325,54 @@ static void on_tidy(void *ctx)
     pd_links_soon(&g->links);
 }
 
-static void on_beat(void *ctx)
+void pd_giver_beat(struct pd_giver *g)
 {
-    struct pd_giver *g = ctx;
     int64_t now = pd_mono_us();
-    pd_register_beat(g->reg);
     pd_leases_sweep(g->leases, now);
     pd_leases_reconcile(g->leases, NULL, now);
-    for (struct pd_gv_run *r = (void *)pd_desk_first(g->desk); r; r = (void *)r->d.node.next)       /* a lease lives while its run is computed */
+    for (struct pd_gv_run *r = pd_gv_next(g, NULL); r; r = pd_gv_next(g, r))       /* a lease lives while its run is computed */
         if (r->leased && !r->published)
             pd_lease_renew(g->leases, r->lease, r->desc.gen, 0, now, NULL);
     pd_links_soon(&g->links);
 }
 
-/* New runs find no blocks: what nobody reads is given up. */
-static void on_stuck(void *ctx)
+bool pd_giver_give_up(struct pd_giver *g)
 {
-    struct pd_giver *g = ctx;
-    for (struct pd_gv_run *r = (void *)pd_desk_first(g->desk); r; r = (void *)r->d.node.next)
-        if (r->leased && !r->move && r->no_d.code)
+    bool any = false;
+    for (struct pd_gv_run *r = pd_gv_next(g, NULL); r; r = pd_gv_next(g, r))
+        if (r->leased && !r->move && r->no_d.code) {
             pd_gv_end_lease(g, r, "its blocks were needed");
-    atomic_store(&g->is_stuck, false);
+            any = true;
+        }
+    return any;
 }
 
-/* ---- the daemon ---- */
-
-static void spare(void *ctx) { pd_pool_ahead(((struct pd_giver *)ctx)->rt->pool); }
-static bool daemon_busy(void *ctx) { return pd_desk_runs(((struct pd_giver *)ctx)->desk) > 0; }
-
-static int on_cancel(void *ctx, const struct pd_rec *rec, const char **state, struct pd_err *e)
+bool pd_giver_revoke_one(struct pd_giver *g)
 {
-    return pd_desk_on_cancel(((struct pd_giver *)ctx)->desk, rec, state, e);
+    struct pd_gv_run *last = NULL;
+    for (struct pd_gv_run *r = pd_gv_next(g, NULL); r; r = pd_gv_next(g, r))
+        if (r->leased)
+            last = r;
+    if (!last)
+        return false;
+    pd_warn("run %s: its KV is given up: what decodes here needs the blocks", last->s.d.name);
+    pd_gv_end_lease(g, last, "its blocks were needed by runs that decode");
+    return true;
 }
 
-static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t value), void *to)
+/* ---- for its worker ---- */
+
+static void ledger(void *ctx, pd_ledger_fn *put, void *to)
 {
     struct pd_giver *g = ctx;
     struct pd_lease_counts n = pd_leases_counts(g->leases);
-    struct pd_pool_stats p = pd_pool_stats(g->rt->pool);
-    put(to, "runs", pd_desk_runs(g->desk));
-    put(to, "runs_most", pd_desk_max(g->desk));
-    put(to, "sequences", pd_metric_value(g->m_seqs));
-    put(to, "blocks_used", p.used);
-    put(to, "blocks_free", (int64_t)p.max - p.used - p.cached);
-    put(to, "blocks_cached", p.cached);
-    put(to, "rows_cached", pd_metric_value(g->m_cached));
     put(to, "blocks_leased", (int64_t)n.live_blocks);
-    put(to, "steps", pd_metric_value(g->m_steps));
     put(to, "leases_live", n.live);
     put(to, "leases_granted", (int64_t)n.granted);
     put(to, "leases_released", (int64_t)n.released);
     put(to, "leases_expired", (int64_t)n.expired);
     put(to, "leases_revoked", (int64_t)n.revoked);
     put(to, "leases_reaped", (int64_t)n.reaped);
-    put(to, "links", g->links.n);
-    put(to, "moves", pd_metric_value(g->m_moves));
     for (int i = 0; i < PD_TRANSPORTS; i++) {
         char name[40];
         snprintf(name, sizeof name, "given_%s", pd_transports[i]->scheme);
@@ -382,35 +380,7 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     }
     put(to, "given_bytes", pd_metric_value(g->m_given_bytes));
     put(to, "not_given", pd_metric_value(g->m_not_given));
-    put(to, "published", pd_metric_value(g->m_ends[0]));
-    put(to, "failed", pd_metric_value(g->m_ends[1]) + pd_metric_value(g->m_ends[3]));
-    put(to, "cancelled", pd_metric_value(g->m_ends[2]));
-}
-
-/* What a heartbeat says; see worker.c. */
-static void load(void *ctx, struct pd_load *l)
-{
-    struct pd_giver *g = ctx;
-    *l = (struct pd_load){ .runs = pd_desk_runs(g->desk), .seqs = (uint32_t)pd_metric_value(g->m_seqs), .waiting = atomic_load(&g->waiting),
-                           .blocks_used = pd_pool_stats(g->rt->pool).used, .blocks_leased = (uint32_t)pd_leases_counts(g->leases).live_blocks,
-                           .prefill_tokens_ahead = atomic_load(&g->prompt_left) };
-    for (struct pd_gv_run *r = (void *)pd_desk_first(g->desk); r; r = (void *)r->d.node.next)
-        if (!atomic_load(&r->at_batch)) {
-            l->waiting++;
-            l->prefill_tokens_ahead += r->n_ids;
-        }
-}
-
-static int on_follow(void *ctx, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e)
-{
-    return pd_register_follow(((struct pd_giver *)ctx)->reg, c, rec, e);
-}
-
-static void on_drain(void *ctx)
-{
-    struct pd_giver *g = ctx;
-    pd_trace_process(g->o.trace, PD_ST_DRAINING);
-    pd_register_beat(g->reg);
+    put(to, "published", pd_metric_value(g->w->m_ends[PD_WK_PUBLISHED]));
 }
 
 static void look_up(void *ctx)
@@ -425,43 +395,36 @@ static void look_up(void *ctx)
 static int make_metrics(struct pd_giver *g, struct pd_err *e)
 {
 #define COUNTER(n, h, ...) { .name = n, .help = h, .type = PD_COUNTER, __VA_ARGS__ }
-#define GAUGE(n, h, ...) { .name = n, .help = h, .type = PD_GAUGE, __VA_ARGS__ }
-    const struct pd_metric_about seqs = GAUGE("pd_sequences", "Sequences in the batch, waiting ones too."),
-        blocks = GAUGE("pd_kv_blocks", "KV blocks of the pool.", .label = { "state" }), rows = COUNTER("pd_rows_total", "Rows computed.", .label = { "phase" }),
-        cached = COUNTER("pd_cached_rows_total", "Rows not computed, as their KV was in the prefix cache."),
-        steps = COUNTER("pd_steps_total", "Steps of the batch."), ends = COUNTER("pd_runs_total", "Runs, by how they ended.", .label = { "end" }),
-        tokens = COUNTER("pd_prompt_tokens_total", "Prompt tokens of published runs."), live = GAUGE("pd_leases", "Leases that live."),
+#define GAUGE(n, h) { .name = n, .help = h, .type = PD_GAUGE }
+    const struct pd_metric_about tokens = COUNTER("pd_prompt_tokens_total", "Prompt tokens of published runs."), live = GAUGE("pd_leases", "Leases that live."),
         leased = GAUGE("pd_kv_blocks_leased", "KV blocks under a lease."), lease = COUNTER("pd_lease_steps_total", "Steps of leases.", .label = { "step" }),
         moves = GAUGE("pd_moves", "KV hand-overs on their way."), given = COUNTER("pd_given_total", "KV that a decode worker verified.", .label = { "scheme" }),
         bytes = COUNTER("pd_given_bytes_total", "Bytes of KV that decode workers verified."),
         not_given = COUNTER("pd_not_given_total", "Published KV that did not reach its decode worker."), links = GAUGE("pd_links", "Transfer connections.");
     const struct { const struct pd_metric_about *about; struct pd_metric **to; const char *label; } t[] = {
-        { &seqs, &g->m_seqs, NULL }, { &blocks, &g->m_blocks[0], "used" }, { &blocks, &g->m_blocks[1], "free" },
-        { &blocks, &g->m_blocks[2], "cached" }, { &cached, &g->m_cached, NULL },
-        { &rows, &g->m_rows, "prompt" },
-        { &steps, &g->m_steps, NULL }, { &ends, &g->m_ends[0], "published" }, { &ends, &g->m_ends[1], "failed" }, { &ends, &g->m_ends[2], "cancelled" },
-        { &ends, &g->m_ends[3], "refused" }, { &tokens, &g->m_tokens, NULL }, { &live, &g->m_live, NULL }, { &leased, &g->m_leased, NULL },
+        { &tokens, &g->m_tokens, NULL }, { &live, &g->m_live, NULL }, { &leased, &g->m_leased, NULL },
         { &lease, &g->m_lease[0], "granted" }, { &lease, &g->m_lease[1], "read" }, { &lease, &g->m_lease[2], "renewed" },
         { &lease, &g->m_lease[3], "released" }, { &lease, &g->m_lease[4], "expired" }, { &lease, &g->m_lease[5], "revoked" },
-        { &lease, &g->m_lease[6], "reaped" }, { &moves, &g->m_moves, NULL }, { &given, &g->m_given[0], "inline" }, { &given, &g->m_given[1], "shm" }, { &given, &g->m_given[2], "tcp" },
-        { &given, &g->m_given[3], "rdma" },
+        { &lease, &g->m_lease[6], "reaped" }, { &moves, &g->m_moves, NULL }, { &given, &g->m_given[0], "inline" }, { &given, &g->m_given[1], "shm" },
+        { &given, &g->m_given[2], "tcp" }, { &given, &g->m_given[3], "rdma" },
         { &bytes, &g->m_given_bytes, NULL }, { &not_given, &g->m_not_given, NULL }, { &links, &g->m_links, NULL } };
 #undef COUNTER
 #undef GAUGE
+    struct pd_metrics *m = pd_daemon_metrics(g->w->d);
     int rc = 0;
     for (size_t i = 0; !rc && i < sizeof t / sizeof *t; i++)
-        rc = pd_metric_get(pd_daemon_metrics(g->d), t[i].about, (const char *const[PD_METRIC_LABELS]){ t[i].label }, t[i].to, e);
-    return rc ? rc : pd_metrics_before(pd_daemon_metrics(g->d), look_up, g, e);
+        rc = pd_metric_get(m, t[i].about, (const char *const[PD_METRIC_LABELS]){ t[i].label }, t[i].to, e);
+    return rc ? rc : pd_metrics_before(m, look_up, g, e);
 }
 
 /* What is final of its KV in all layers, while it is leased. */
-static int on_verify(void *ctx, struct pd_conn *c, struct pd_str run, struct pd_err *e)
+static int verify(void *ctx, struct pd_conn *c, struct pd_desk_run *dr, struct pd_err *e)
 {
     struct pd_giver *g = ctx;
-    struct pd_gv_run *r = (struct pd_gv_run *)pd_desk_find(g->desk, run.p, run.n);
+    struct pd_gv_run *r = (struct pd_gv_run *)dr;
     struct pd_lease_info l;
     struct pd_readback *b;
-    int rc = r ? pd_readback_new(&g->readbacks, c, r->d.name, &b, e) : pd_fail(e, PD_EFAIL, "run %.*s is unknown here: it is not in hand", (int)run.n, run.p);
+    int rc = pd_readback_new(&g->w->readbacks, c, r->s.d.name, &b, e);
     if (rc < 0)
         return rc;
     bool leased = r->leased && pd_lease_info(g->leases, r->lease, &l);
@@ -482,73 +445,73 @@ static int on_verify(void *ctx, struct pd_conn *c, struct pd_str run, struct pd_
     return 0;
 }
 
-int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct pd_daemon_opts *dopts, struct pd_err *e)
+static void cut(void *ctx, struct pd_desk_run *dr, const struct pd_err *why)
 {
-    struct pd_giver *g = pd_calloc(1, sizeof *g, "a prefill worker", e);
+    struct pd_gv_run *r = (struct pd_gv_run *)dr;
+    if (!r->failed && !r->published)
+        pd_gv_step(ctx, r, PD_ST_FAILED, 0, why->msg, NULL);
+}
+
+const struct pd_side *pd_giver_side(const struct pd_giver *g) { return &g->side; }
+size_t pd_giver_run_size(void) { return sizeof (struct pd_gv_run); }
+uint32_t pd_giver_links_n(const struct pd_giver *g) { return g->links.n; }
+uint32_t pd_giver_moves(const struct pd_giver *g) { return (uint32_t)pd_metric_value(g->m_moves); }
+uint32_t pd_giver_blocks(const struct pd_giver *g) { return (uint32_t)pd_leases_counts(g->leases).live_blocks; }
+
+int pd_giver_new(struct pd_worker *w, uint32_t most, struct pd_giver **out, struct pd_err *e)
+{
+    struct pd_giver *g = pd_calloc(1, sizeof *g, "what gives", e);
     if (!g)
         return PD_ENOMEM;
-    const struct pd_desk_ops ops = { .ctx = g, .run_size = sizeof (struct pd_gv_run), .admit = admit, .again = again, .refuse = refuse, .news = on_news,
-                                     .cancel = on_cancel_run, .freed = on_freed, .busy = pd_gv_busy, .turn = pd_gv_turn, .after = pd_gv_tell_load, .spare = spare };
-    const struct pd_desk_opts ko = { .rt = rt, .seed = o->seed, .max_runs = o->max_runs, .trace = o->trace };
-    const struct pd_daemon_hooks hooks = { .ctx = g, .drain = on_drain, .busy = daemon_busy, .beat = on_beat, .ledger = ledger, .cancel = on_cancel,
-                                           .follow = on_follow, .verify = on_verify };
-    g->rt = rt;
-    g->readbacks.rt = rt;
-    g->o = *o;
-    g->max_record = dopts->max_record;
+    *out = g;
+    g->w = w;
+    g->most = most;
+    g->side = (struct pd_side){ .ctx = g, .admit = admit, .again = again, .refuse = refuse, .news = on_news, .cancel = on_cancel_run, .freed = on_freed,
+                                .verify = verify, .ledger = ledger, .cut = cut };
     g->tidy = (struct pd_post){ .fn = on_tidy, .ctx = g };
-    g->stuck = (struct pd_post){ .fn = on_stuck, .ctx = g };
-    int rc = pd_gv_open_batch(g, e);
-    rc = rc ? rc : pd_leases_new(&(struct pd_leases_opts){ .pool = rt->pool, .told = on_lease, .ctx = g }, &g->leases, e);
-    rc = rc ? rc : pd_desk_new(&ko, &ops, &g->desk, e);
-    const struct pd_entry entry = { NULL, &pd_desk_cb, g->desk, false };
-    dopts->entry = &entry;
-    dopts->n_entry = 1;
-    dopts->worker = rt->worker;
-    rc = rc ? rc : pd_daemon_new(dopts, &hooks, &g->d, e);
-    if (rc < 0)
-        goto out;
-    g->links.o = (struct pd_links_opts){ .l = pd_daemon_loop(g->d), .max_record = dopts->max_record, .net = &pd_daemon_get_opts(g->d)->net,
+    pd_gv_callbacks(g);
+    return pd_leases_new(&(struct pd_leases_opts){ .pool = w->rt->pool, .told = on_lease, .ctx = g }, &g->leases, e);
+}
+
+int pd_giver_on(struct pd_giver *g, struct pd_err *e)
+{
+    const struct pd_worker *w = g->w;
+    const struct pd_runtime *rt = w->rt;
+    g->links.o = (struct pd_links_opts){ .l = pd_daemon_loop(w->d), .max_record = w->max_record, .net = &pd_daemon_get_opts(w->d)->net,
         .event = pd_gv_on_link, .ctx = g,
-        .xfer = { .giving = true, .via = o->via, .streams = o->streams, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch,
+        .xfer = { .giving = true, .via = w->o.via, .streams = w->o.streams, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch,
                   .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .pool = rt->pool, .leases = g->leases, .accept_us = ACCEPT_US } };
-    g->readbacks.l = pd_daemon_loop(g->d);
-    pd_desk_on(g->desk, g->d);
-    if ((rc = make_metrics(g, e)) < 0)
-        goto out;
-    pd_gv_tell_load(g);
-    struct pd_register_opts ro = { .rt = rt, .role = dopts->role, .max_runs = pd_desk_max(g->desk), .via = o->via, .routers = o->routers, .load = load,
-                                   .ctx = g };
-    if ((rc = pd_register_new(g->d, &ro, &g->reg, e)) < 0)
-        goto out;
-    if ((rc = pd_desk_start(g->desk, e)) < 0)
-        goto out;
-    pd_trace_process(o->trace, PD_ST_READY);
-    if ((rc = pd_daemon_ready(g->d, e)) == 0)
-        rc = pd_daemon_run(g->d, e);
-out:
-    if (g->desk)
-        pd_desk_stop(g->desk);
-    for (struct pd_gv_run *r = g->desk ? (void *)pd_desk_first(g->desk) : NULL; r && rc < 0; r = (void *)r->d.node.next)
-        if (!r->failed && !r->published)
-            pd_gv_step(g, r, PD_ST_FAILED, 0, e->msg, NULL);
-    pd_batch_free(g->batch);
+    return make_metrics(g, e);
+}
+
+void pd_giver_drop_all(struct pd_giver *g)
+{
+    for (struct pd_gv_run *r = pd_gv_next(g, NULL); r; r = pd_gv_next(g, r)) {
+        if (r->run)
+            pd_run_drop(g->w->batch, r->run);
+        r->run = NULL;
+    }
+}
+
+void pd_giver_end(struct pd_giver *g)
+{
     if (g->leases)
         pd_leases_revoke_all(g->leases, "the prefill worker ends", pd_mono_us());
     if (g->tidying)
-        pd_loop_undefer(pd_daemon_loop(g->d), &g->tidy);
+        pd_loop_undefer(pd_daemon_loop(g->w->d), &g->tidy);
     pd_links_free(&g->links);
-    pd_register_free(g->reg);
-    pd_desk_free(g->desk);
+}
+
+void pd_giver_free(struct pd_giver *g)
+{
+    if (!g)
+        return;
     while (g->peers) {
         struct pd_gv_peer *p = g->peers;
         p->n_runs = 0;
         p->link = NULL;
         pd_gv_peer_drop(p);
     }
-    pd_daemon_free(g->d);
-    pd_readbacks_free(&g->readbacks);
     pd_leases_free(g->leases);
     pd_free(g);
-    return rc;
 }

@@ -1,4 +1,4 @@
-/* The prefill worker as a daemon: routed requests in, KV to the decode workers that their routes name.
+/* The side of a worker that gives: routed requests in, KV to the decode workers that their routes name.
  *
  * A request needs a `route` with d (wire/routing). The worker dials d.at and says hello, one connection a decode worker, kept and dialled anew when it is gone;
  * prefills, all runs in one batch; and gives the KV of run and op as its layers finish, under a lease. Its client, the router, gets for each request one of
@@ -18,19 +18,19 @@
  */
 #ifndef PD_SERVE_GIVER_H
 #define PD_SERVE_GIVER_H
-#include "../engine/runtime.h"
-#include "../trace/event.h"
-#include "daemon.h"
+#include "worker_in.h"
 
-struct pd_giver_opts {
-    int64_t seed;
-    uint32_t max_runs;          /* see pd_desk; 0: four times max_seqs */
-    int64_t lease_us;           /* 0: 30 s */
-    const char *via;            /* NULL: PD_XFER_VIA */
-    uint32_t streams;           /* of tcp; 0: PD_XFER_STREAMS */
-    struct pd_trace *trace;     /* or NULL */
-    const char *const *routers; /* where to register (register.h), NULL-ended, or NULL */
-};
-/* As pd_worker_serve. */
-int pd_giver_serve(struct pd_runtime *rt, const struct pd_giver_opts *o, struct pd_daemon_opts *d, struct pd_err *e);
+struct pd_giver;
+int pd_giver_new(struct pd_worker *w, uint32_t most /* blocks that are held for others at once */, struct pd_giver **out, struct pd_err *e);
+int pd_giver_on(struct pd_giver *g, struct pd_err *e);          /* the daemon is there */
+void pd_giver_drop_all(struct pd_giver *g);     /* the thread is joined: its runs leave the batch */
+void pd_giver_end(struct pd_giver *g);          /* then: leases and connections end */
+void pd_giver_free(struct pd_giver *g);         /* after the desk. NULL: nothing */
+const struct pd_side *pd_giver_side(const struct pd_giver *g);
+size_t pd_giver_run_size(void);
+void pd_giver_beat(struct pd_giver *g);         /* leases are looked at */
+/* Blocks are wanted. false: there were none. */
+bool pd_giver_give_up(struct pd_giver *g);      /* leases whose KV nobody reads; */
+bool pd_giver_revoke_one(struct pd_giver *g);   /* the youngest of all */
+uint32_t pd_giver_links_n(const struct pd_giver *g), pd_giver_moves(const struct pd_giver *g), pd_giver_blocks(const struct pd_giver *g) /* under a lease */;
 #endif

@@ -1,13 +1,10 @@
-/* Inside the prefill worker, shared by its files: giver.c (the daemon: requests, answers, leases), giver_prefill.c (the compute thread: a request becomes
+/* Inside the side of a worker that gives, shared by its files: giver.c (requests, answers, leases), giver_prefill.c (the compute thread: a request becomes
  * KV), giver_move.c (the KV goes to decode workers). All but giver_prefill.c is the loop's. */
 #ifndef PD_SERVE_GIVER_IN_H
 #define PD_SERVE_GIVER_IN_H
 #include "../engine/describe.h"
-#include "desk.h"
 #include "giver.h"
 #include "link.h"
-#include "readback.h"
-#include "register.h"
 
 /* A decode worker, by its address. */
 struct pd_gv_peer {
@@ -23,11 +20,10 @@ struct pd_gv_peer {
 
 /* A request in hand: its prefill, and the KV that is given. */
 struct pd_gv_run {
-    struct pd_desk_run d;
+    struct pd_side_run s;
     struct pd_giver *g;
     /* the loop's */
     struct pd_gv_peer *peer;
-    uint32_t n_ids;             /* that its prompt brought: for heartbeats, while the thread has the request */
     uint8_t op[16], lease[PD_LEASE_ID_LEN];
     struct pd_move *move;       /* on its way, */
     struct pd_link *link;       /* over this */
@@ -50,39 +46,30 @@ struct pd_gv_run {
     _Atomic uint32_t *done;     /* [layers]: ranges that are final */
     uint64_t untold;            /* bytes of those that the loop was not woken for */
     uint32_t *told;             /* [layers], the loop's: of them, what the move knows */
-    _Atomic bool at_batch, described, started, finished;
+    _Atomic bool described, started, finished, counted /* among those of g->held */;
 };
 
 struct pd_giver {
-    struct pd_runtime *rt;
-    struct pd_giver_opts o;
-    struct pd_daemon *d;
-    struct pd_desk *desk;
+    struct pd_worker *w;
+    struct pd_side side;
     struct pd_links links;
     struct pd_leases *leases;
-    struct pd_register *reg;
-    struct pd_readbacks readbacks;
     struct pd_gv_peer *peers;
-    size_t max_record;
-    struct pd_post tidy, stuck;
+    struct pd_post tidy;
     bool tidying;
-    _Atomic bool is_stuck;
     /* the thread's */
-    struct pd_batch *batch;
-    _Atomic uint64_t prompt_left;       /* after the last step */
-    _Atomic uint32_t waiting;
+    struct pd_batch_cb cb;
+    uint32_t most;              /* blocks that may be held for others at once */
+    _Atomic uint32_t held;      /* that are: of runs that have begun, until their leases have ended */
     /* counted by both */
-    struct pd_metric *m_rows, *m_cached, *m_steps, *m_seqs, *m_blocks[3], *m_ends[4], *m_lease[7], *m_live,
-        *m_leased, *m_moves, *m_given[PD_TRANSPORTS], *m_given_bytes, *m_not_given, *m_links, *m_tokens;
+    struct pd_metric *m_lease[7], *m_live, *m_leased, *m_moves, *m_given[PD_TRANSPORTS], *m_given_bytes, *m_not_given, *m_links, *m_tokens;
 };
 
 /* giver_prefill.c: the thread's */
-int pd_gv_open_batch(struct pd_giver *g, struct pd_err *e);
+void pd_gv_callbacks(struct pd_giver *g);      /* g->cb */
 void pd_gv_take(void *run);             /* the calls: a request from the loop becomes a run of the batch; */
 void pd_gv_drop(void *run);             /* the batch has it no longer */
-bool pd_gv_busy(void *g);
-bool pd_gv_turn(void *g);
-void pd_gv_tell_load(void *g);
+void pd_gv_uncount(struct pd_giver *g, struct pd_gv_run *r);     /* its blocks are nobody else's any more. Either's */
 void pd_gv_step(struct pd_giver *g, const struct pd_gv_run *r, enum pd_state_id state, uint64_t bytes, const char *cause, const uint8_t *lease);  /* either's */
 
 /* giver_move.c */
@@ -94,7 +81,11 @@ void pd_gv_ready(struct pd_gv_run *r);  /* tell its move, if it has one, which l
 void pd_gv_close(struct pd_giver *g, struct pd_gv_run *r);      /* offered and computed: the move closes, and the client is told */
 void pd_gv_on_link(void *g, struct pd_link *k, const struct pd_xfer_event *ev);
 
-/* giver.c: answers */
+/* giver.c: its runs in hand, after r (NULL: the first); answers */
+static inline struct pd_gv_run *pd_gv_next(const struct pd_giver *g, struct pd_gv_run *r)
+{
+    return (struct pd_gv_run *)pd_worker_next(g->w, &g->side, r ? &r->s.d : NULL);
+}
 void pd_gv_fail(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why, const char *action);         /* the run fails, before its kv was told */
 /* The decode worker has no KV of it. It is kept for a while, for another to take up. */
 void pd_gv_not_given(struct pd_giver *g, struct pd_gv_run *r, const struct pd_err *why, const char *action);

@@ -18,8 +18,8 @@ void pd_gv_ready(struct pd_gv_run *r)
 /* An earlier attempt at this run is still ending on that connection. */
 static bool name_is_busy(const struct pd_giver *g, const struct pd_gv_run *r)
 {
-    for (struct pd_gv_run *o = (void *)pd_desk_first(g->desk); o; o = (void *)o->d.node.next)
-        if (o != r && o->move && o->link == r->peer->link && !strcmp(o->d.name, r->d.name))
+    for (struct pd_gv_run *o = pd_gv_next(g, NULL); o; o = pd_gv_next(g, o))
+        if (o != r && o->move && o->link == r->peer->link && !strcmp(o->s.d.name, r->s.d.name))
             return true;
     return false;
 }
@@ -27,7 +27,7 @@ static bool name_is_busy(const struct pd_giver *g, const struct pd_gv_run *r)
 void pd_gv_try(struct pd_giver *g, struct pd_gv_run *r)
 {
     struct pd_err e;
-    if (!r->leased || r->move || r->settled || r->failed || r->no_d.code || !r->peer->open || atomic_load(&r->d.cancelled) || name_is_busy(g, r))
+    if (!r->leased || r->move || r->settled || r->failed || r->no_d.code || !r->peer->open || atomic_load(&r->s.d.cancelled) || name_is_busy(g, r))
         return;
     struct pd_kvdesc d = pd_gv_desc(r);
     struct pd_give give = { .desc = &d, .blocks = r->blocks, .chunk_blocks = r->plan.chunk_blocks, .via = pd_link_via(r->peer->link) };
@@ -55,7 +55,7 @@ static void move_over(struct pd_giver *g, struct pd_gv_run *r, struct pd_link *k
 {
     bool lost = !pd_xfer_open(pd_link_xfer(k)), moved_on = r->moved_on;
     struct pd_err why = ev->err;
-    bool goes_on = lost && r->leased && (why.code == PD_ECANCEL || why.code == PD_ENOMEM) && !r->failed && !atomic_load(&r->d.cancelled) &&
+    bool goes_on = lost && r->leased && (why.code == PD_ECANCEL || why.code == PD_ENOMEM) && !r->failed && !atomic_load(&r->s.d.cancelled) &&
                    r->n_lost < LOST_MOST;
     r->move = NULL;
     r->link = NULL;
@@ -73,13 +73,13 @@ static void move_over(struct pd_giver *g, struct pd_gv_run *r, struct pd_link *k
         pd_err_prefix(&why, "its KV did not reach the decode worker");
         pd_gv_not_given(g, r, &why, "retry");
     } else {
-        if (!atomic_load(&r->d.cancelled) && (!r->kv_told || ev->kind == PD_XE_FAILED)) {
+        if (!atomic_load(&r->s.d.cancelled) && (!r->kv_told || ev->kind == PD_XE_FAILED)) {
             pd_err_prefix(&why, "its KV is not wanted");
             pd_gv_not_given(g, r, &why, "recompute");
         }
         pd_gv_end_lease(g, r, "the decode worker does not want it");
     }
-    struct pd_gv_run *heir = (struct pd_gv_run *)pd_desk_find(g->desk, r->d.name, PD_RUN_LEN);
+    struct pd_gv_run *heir = (struct pd_gv_run *)pd_desk_find(g->w->desk, r->s.d.name, PD_RUN_LEN);
     if (heir && heir != r)
         pd_gv_try(g, heir);
     pd_gv_settle(g, r);
@@ -103,13 +103,13 @@ void pd_gv_close(struct pd_giver *g, struct pd_gv_run *r)
 
 static bool waits(const struct pd_gv_run *r, const struct pd_gv_peer *p)
 {
-    return r->peer == p && !r->move && !r->settled && !r->failed && !r->no_d.code && !atomic_load(&r->d.cancelled) && !(r->published && !r->leased);
+    return r->peer == p && !r->move && !r->settled && !r->failed && !r->no_d.code && !atomic_load(&r->s.d.cancelled) && !(r->published && !r->leased);
 }
 
 static void fail_waiting(struct pd_gv_peer *p, const struct pd_err *why)
 {
-    for (struct pd_gv_run *r = (void *)pd_desk_first(p->g->desk), *next; r; r = next) {
-        next = (void *)r->d.node.next;
+    for (struct pd_gv_run *r = pd_gv_next(p->g, NULL), *next; r; r = next) {
+        next = pd_gv_next(p->g, r);
         if (waits(r, p))
             pd_gv_not_given(p->g, r, why, "retry");
     }
@@ -129,7 +129,7 @@ void pd_gv_peer_drop(struct pd_gv_peer *p)
 
 static bool anyone_waits(const struct pd_gv_peer *p)
 {
-    for (struct pd_gv_run *r = (void *)pd_desk_first(p->g->desk); r; r = (void *)r->d.node.next)
+    for (struct pd_gv_run *r = pd_gv_next(p->g, NULL); r; r = pd_gv_next(p->g, r))
         if (waits(r, p))
             return true;
     return false;
@@ -187,7 +187,7 @@ int pd_gv_peer_of(struct pd_giver *g, struct pd_str at, struct pd_gv_peer **out,
         return PD_ENOMEM;
     p->g = g;
     memcpy(p->at, at.p, at.n);
-    int rc = pd_timer_new(pd_daemon_loop(g->d), on_again, p, &p->again, e);
+    int rc = pd_timer_new(pd_daemon_loop(g->w->d), on_again, p, &p->again, e);
     if (rc < 0) {
         pd_free(p);
         return rc;
@@ -200,8 +200,8 @@ int pd_gv_peer_of(struct pd_giver *g, struct pd_str at, struct pd_gv_peer **out,
 
 static void for_all_of(struct pd_gv_peer *p, void (*fn)(struct pd_giver *, struct pd_gv_run *))
 {
-    for (struct pd_gv_run *r = (void *)pd_desk_first(p->g->desk), *next; r; r = next) {
-        next = (void *)r->d.node.next;
+    for (struct pd_gv_run *r = pd_gv_next(p->g, NULL), *next; r; r = next) {
+        next = pd_gv_next(p->g, r);
         if (r->peer == p)
             fn(p->g, r);
     }

@@ -14,8 +14,8 @@ static uint64_t tell_bytes(const struct pd_plan *p)
 
 void pd_gv_step(struct pd_giver *g, const struct pd_gv_run *r, enum pd_state_id state, uint64_t bytes, const char *cause, const uint8_t *lease)
 {
-    struct pd_step s = { .run = r->d.name, .where = "remote", .gen = atomic_load(&r->described) ? r->desc.gen : NULL, .op = r->d.route.op, .lease = lease };
-    pd_run_step(g->o.trace, &s, state, bytes, cause);
+    struct pd_step s = { .run = r->s.d.name, .where = "remote", .gen = atomic_load(&r->described) ? r->desc.gen : NULL, .op = r->s.d.route.op, .lease = lease };
+    pd_run_step(g->w->o.trace, &s, state, bytes, cause);
 }
 
 static int describe(struct pd_giver *g, struct pd_gv_run *r, struct pd_err *e)
@@ -24,10 +24,10 @@ static int describe(struct pd_giver *g, struct pd_gv_run *r, struct pd_err *e)
     int rc = pd_gen_new(d->gen, e);
     if (rc)
         return rc;
-    pd_describe(g->rt, &r->in, d);
+    pd_describe(g->w->rt, &r->in, d);
     d->request.route = d->request.cancel_token = (struct pd_bin){ NULL, 0 };
-    rc = pd_describe_plan(g->rt, d, &r->plan, e);
-    rc = rc ? rc : pd_describe_check(d, g->max_record, e);
+    rc = pd_describe_plan(g->w->rt, d, &r->plan, e);
+    rc = rc ? rc : pd_describe_check(d, g->w->max_record, e);
     if (rc)
         return rc;
     struct pd_arena *a = &r->in.mem;
@@ -41,7 +41,7 @@ static int describe(struct pd_giver *g, struct pd_gv_run *r, struct pd_err *e)
 static void finish(struct pd_giver *g, struct pd_gv_run *r)
 {
     atomic_store(&r->finished, true);
-    pd_desk_touch(g->desk, &r->d);
+    pd_desk_touch(g->w->desk, &r->s.d);
 }
 
 void pd_gv_take(void *ctx)
@@ -49,14 +49,17 @@ void pd_gv_take(void *ctx)
     struct pd_gv_run *r = ctx;
     struct pd_giver *g = r->g;
     struct pd_err e;
-    atomic_store(&r->at_batch, true);
-    if (atomic_load(&r->d.cancelled))
+    atomic_store(&r->s.at_batch, true);
+    if (atomic_load(&r->s.d.cancelled))
         return;
-    int rc = pd_intake_tokens(g->rt, &r->in, &e);
+    int rc = pd_intake_tokens(g->w->rt, &r->in, &e);
     rc = rc ? rc : describe(g, r, &e);
-    struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .prefill_only = true,
-                        .spent_us = pd_mono_us() - r->in.t_accept, .waited_us = r->d.route.waited_us };
-    rc = rc ? rc : pd_batch_submit(g->batch, &j, &r->run, &e);
+    if (!rc && r->plan.n_blocks > g->most)
+        rc = pd_fail(&e, PD_ENOMEM, "prompt of %u tokens needs %u KV blocks, and a worker that decodes too gives %u at the most, half of its pool: give --kv-mem more",
+                     r->in.n_tokens, r->plan.n_blocks, g->most);
+    struct pd_job j = { .req = &r->in.req, .prompt = r->in.tokens, .n_prompt = r->in.n_tokens, .user = r, .cb = &g->cb, .prefill_only = true,
+                        .spent_us = pd_mono_us() - r->in.t_accept, .waited_us = r->s.d.route.waited_us };
+    rc = rc ? rc : pd_batch_submit(g->w->batch, &j, &r->run, &e);
     if (rc < 0) {
         r->why = e;
         finish(g, r);
@@ -68,21 +71,36 @@ void pd_gv_drop(void *ctx)
     struct pd_gv_run *r = ctx;
     struct pd_giver *g = r->g;
     if (r->run)
-        pd_run_drop(g->batch, r->run);
+        pd_run_drop(g->w->batch, r->run);
     r->run = NULL;
-    pd_desk_over(g->desk, &r->d);
+    pd_desk_over(g->w->desk, &r->s.d);
+}
+
+void pd_gv_uncount(struct pd_giver *g, struct pd_gv_run *r)
+{
+    if (atomic_exchange(&r->counted, false))
+        atomic_fetch_sub(&g->held, r->plan.n_blocks);
+}
+
+static bool has_room(void *ctx, struct pd_run *run)
+{
+    struct pd_giver *g = ctx;
+    const struct pd_gv_run *r = run->user;
+    return atomic_load(&g->held) + r->plan.n_blocks <= g->most;
 }
 
 static void on_started(void *ctx, struct pd_run *run)
 {
     struct pd_giver *g = ctx;
     struct pd_gv_run *r = run->user;
-    if (!atomic_load(&r->d.cancelled))          /* it has ended in the trace then */
+    atomic_fetch_add(&g->held, r->plan.n_blocks);
+    atomic_store(&r->counted, true);
+    if (!atomic_load(&r->s.d.cancelled))          /* it has ended in the trace then */
         pd_gv_step(g, r, PD_ST_PREFILL_STARTED, 0, NULL, NULL);
     memcpy(r->blocks, pd_seq_blocks(&run->seq[0]), r->plan.n_blocks * sizeof *r->blocks);
     atomic_store(&r->started, true);
-    pd_desk_touch(g->desk, &r->d);
-    pd_desk_flush(g->desk);     /* its lease and offer are on their way while it is computed */
+    pd_desk_touch(g->w->desk, &r->s.d);
+    pd_desk_flush(g->w->desk);     /* its lease and offer are on their way while it is computed */
 }
 
 static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
@@ -94,11 +112,11 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
     if (new) {
         atomic_store(&r->done[layer], done);
         r->untold += new * r->plan.chunk_bytes;
-        pd_desk_touch(g->desk, &r->d);
+        pd_desk_touch(g->w->desk, &r->s.d);
     }
     if (r->untold >= tell_bytes(&r->plan) || (r->untold && (uint32_t)layer + 1 == r->plan.layers)) {
         r->untold = 0;
-        pd_desk_flush(g->desk);
+        pd_desk_flush(g->w->desk);
     }
 }
 
@@ -125,50 +143,12 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
     struct pd_kvdesc unused = { .offer = false };       /* the loop may be reading the run's own */
     if (!r->why.code && pd_describe_times(&unused, s->run, r->in.t_accept, &r->t, &e) < 0)
         r->why = e;
-    if (!r->why.code && !atomic_load(&r->d.cancelled))
+    if (!r->why.code && !atomic_load(&r->s.d.cancelled))
         pd_gv_step(g, r, PD_ST_PREFILL_COMPLETED, 0, NULL, NULL);
     finish(g, r);
 }
 
-int pd_gv_open_batch(struct pd_giver *g, struct pd_err *e)
+void pd_gv_callbacks(struct pd_giver *g)
 {
-    const struct pd_batch_cb cb = { g, on_layer, on_token, on_finished, on_started, NULL };
-    const struct pd_batch_opts o = pd_batch_opts_of(g->rt);
-    return pd_batch_new(g->rt->model, g->rt->threads, g->rt->k, g->rt->pool, &o, &cb, &g->batch, e);
-}
-
-bool pd_gv_busy(void *ctx) { return pd_batch_busy(((struct pd_giver *)ctx)->batch); }
-
-bool pd_gv_turn(void *ctx)
-{
-    struct pd_giver *g = ctx;
-    struct pd_err e;
-    int rows = pd_batch_step(g->batch, &e);
-    if (rows < 0)
-        pd_error("all runs in hand fail: %s", e.msg);
-    if (rows || !pd_batch_busy(g->batch))
-        return true;
-    if (!pd_pool_stats(g->rt->pool).used) {     /* nobody holds blocks, and still none can be had */
-        pd_batch_fail_oldest(g->batch);
-        return true;
-    }
-    if (!atomic_exchange(&g->is_stuck, true))
-        pd_loop_post(pd_daemon_loop(g->d), &g->stuck);
-    return false;
-}
-
-void pd_gv_tell_load(void *ctx)
-{
-    struct pd_giver *g = ctx;
-    struct pd_batch_stats b = pd_batch_stats(g->batch);
-    struct pd_pool_stats p = pd_pool_stats(g->rt->pool);
-    atomic_store(&g->prompt_left, b.prompt_left);
-    atomic_store(&g->waiting, b.waiting);
-    pd_metric_set(g->m_seqs, b.seqs);
-    pd_metric_set(g->m_rows, (int64_t)(b.prompt_rows + b.decode_rows));
-    pd_metric_set(g->m_steps, (int64_t)b.steps);
-    pd_metric_set(g->m_blocks[0], p.used);
-    pd_metric_set(g->m_cached, (int64_t)b.cached_rows);
-    pd_metric_set(g->m_blocks[1], (int64_t)p.max - p.used - p.cached);
-    pd_metric_set(g->m_blocks[2], p.cached);
+    g->cb = (struct pd_batch_cb){ .ctx = g, .layer_done = on_layer, .token = on_token, .finished = on_finished, .started = on_started, .room = has_room };
 }

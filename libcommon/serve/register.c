@@ -15,7 +15,7 @@
 #include "../xfer/proto.h"
 #include "register.h"
 
-enum { FIRST_US = 50000, LAST_US = 2000000, GOOD_US = 5000000, MOST_ROUTERS = 16, MOST_VIA = 4, MOST_CAPS = PD_XFER_CAPS + PD_CONV_CAPS, EVENT_BYTES = 64 << 10 };
+enum { FIRST_US = 50000, LAST_US = 2000000, GOOD_US = 5000000, MOST_ROUTERS = 16, MOST_VIA = 4, MOST_CAPS = PD_XFER_CAPS + PD_CONV_CAPS + 1, EVENT_BYTES = 64 << 10 };
 
 struct pd_register_cli pd_register_cli;
 struct poptOption pd_register_options[] = {
@@ -56,6 +56,10 @@ static void fill(const struct pd_register_opts *o, struct pd_str via[MOST_VIA], 
         .capacity = { .blocks = pd_pool_stats(rt->pool).max, .block_size = (uint32_t)pd_pool_geom(rt->pool)->block_size, .max_seqs = rt->max_seqs, .max_runs = o->max_runs,
                       .context = (uint32_t)rt->model->cfg.n_ctx }, .threads = (uint32_t)pd_threads_count(rt->threads) };
     snprintf(w->role, sizeof w->role, "%s", o->role);
+    if (!strcmp(o->role, "both"))
+        snprintf(w->prefer, sizeof w->prefer, "%s", o->prefer ? o->prefer : "decode");
+    if (strcmp(o->role, "decode"))
+        caps[w->n_caps++] = str(PD_CAP_GIVES);
     memcpy(w->fp_sha, rt->fp.sha, sizeof w->fp_sha);
     pd_layout_from_pool(rt->pool, &w->layout);
     for (const char *s = o->via ? o->via : PD_XFER_VIA; *s && w->n_via < MOST_VIA; s += *s == ',') {

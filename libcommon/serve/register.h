@@ -25,6 +25,7 @@ extern struct poptOption pd_register_options[];
 struct pd_register_opts {
     const struct pd_runtime *rt;
     const char *role;                   /* "prefill" "decode" "both" */
+    const char *prefer;                 /* of "both", its side where each worker has one: "prefill" "decode"; NULL: decode */
     uint32_t max_runs;
     const char *via;                    /* NULL: PD_XFER_VIA */
     const char *const *routers;         /* endpoints "unix:PATH", NULL-ended, or NULL */

@@ -251,6 +251,13 @@ static void put_early(struct pd_router *r, struct pd_rt_run *run, const struct p
     pd_arena_free(&mem);
 }
 
+/* Of this attempt, not of one before that the same worker had. */
+static bool of_op(const struct pd_rt_run *run, const struct pd_rec *rec)
+{
+    struct pd_bin v, op;
+    return pd_map_find(rec->p, rec->n, "op", &v) != 1 || !pd_get_bin(v, &op) || (op.n == sizeof run->op && !memcmp(op.p, run->op, op.n));
+}
+
 static void on_error(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_worker *w, const struct pd_rec *rec)
 {
     struct pd_arena mem = { 0 };
@@ -282,13 +289,6 @@ static void on_error(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_wo
     }
 }
 
-/* Of this attempt, not of one before that the same worker had. */
-static bool of_op(const struct pd_rt_run *run, const struct pd_rec *rec)
-{
-    struct pd_bin v, op;
-    return pd_map_find(rec->p, rec->n, "op", &v) != 1 || !pd_get_bin(v, &op) || (op.n == sizeof run->op && !memcmp(op.p, run->op, op.n));
-}
-
 void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_rec *rec)
 {
     struct brief b;
@@ -315,7 +315,7 @@ void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_r
         pd_buf_free(&mended);
     } else if (rec->kind == PD_K_RESULT && from_d)
         on_result(r, run, rec, &b);
-    else if (rec->kind == PD_K_ERROR)
+    else if (rec->kind == PD_K_ERROR && of_op(run, rec))
         on_error(r, run, w, rec);
     else if (rec->kind == PD_K_KV && from_p && !run->p_done && of_op(run, rec)) {
         pd_member_give_back(run->p->m, run->p_share);

@@ -183,7 +183,8 @@ static int error_dec_code(void *rec, struct pd_bin v, struct pd_unpack *u)
 
 #define E(m) PD_FIELD(struct pd_error_rec, m)
 static const struct pd_field error_field[] = {
-    { "run", PD_F_RUN, 0, E(run) }, { "gen", PD_F_BYTES, PD_FF_HAS, E(gen), .aux = offsetof(struct pd_error_rec, has_gen) }, { "id", PD_F_ID, 0, E(id) }, { "class", PD_F_CHARS, PD_FF_REQ, E(class_) },
+    { "run", PD_F_RUN, 0, E(run) }, { "op", PD_F_BYTES, PD_FF_HAS, E(op), .aux = offsetof(struct pd_error_rec, has_op) },
+    { "gen", PD_F_BYTES, PD_FF_HAS, E(gen), .aux = offsetof(struct pd_error_rec, has_gen) }, { "id", PD_F_ID, 0, E(id) }, { "class", PD_F_CHARS, PD_FF_REQ, E(class_) },
     { "code", PD_F_CUSTOM, PD_FF_REQ, E(code), .enc = error_enc_code, .dec = error_dec_code }, { "message", PD_F_STR, PD_FF_REQ | PD_FF_MEND, E(message) },
     { "action", PD_F_CHARS, 0, E(action) } };
 static const struct pd_table error_table = { "error", error_field, sizeof error_field / sizeof *error_field, -1 };

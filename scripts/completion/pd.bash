@@ -24,7 +24,8 @@ _pd() {
         --order) words="hnd nhd" ;;
         --on-mismatch) words="recompute fail" ;;
         --policy) words="aggregated fixed" ;;
-        --role) words="decode both" ;;
+        --role) words="${name#pd-} both" ;;
+        --prefer) words="prefill decode" ;;
         --via) words="shm,inline shm,rdma,tcp,inline shm rdma tcp,inline tcp inline" ;;
         --arrivals) words="poisson gamma onoff even trace" ;;
         --prefix) words="cold partial full trace" ;;

@@ -97,6 +97,10 @@ check "nothing runs on" gone
 printf 'through\n' >"$tmp/in"
 env B="$tmp" scripts/pd-up 1A -m "$M" --dir "$tmp/d" -- cat <"$tmp/in" >"$tmp/out" 2>"$tmp/err"; got=$?
 check "the command reads what pd-up was given; an earlier set's files are gone" eval '[ $got = 0 ] && [ "$(cat "$tmp/out")" = through ] && [ "$(left)" = "a0.log a0.trace route.log route.trace " ]'
+up 1D3B -m "$M" --dir "$tmp/d" --both --six -- true
+check "B: workers of role both, whose sides take turns" eval '[ $got = 0 ] && grep -qF -- "--role both --prefer decode -t 1 --six --listen unix:$tmp/d/b0" "$tmp/d/b0.log" &&
+    grep -qF -- "--prefer prefill" "$tmp/d/b1.log" && grep -qF -- "--prefer decode" "$tmp/d/b2.log" && grep -qF -- "--worker unix:$tmp/d/d0 --worker unix:$tmp/d/b0 --worker unix:$tmp/d/b1" "$tmp/d/route.log"'
+up 1A -m "$M" --dir "$tmp/d" -- true
 threads=$(sed -n 's/.* -t \([0-9]*\) .*/\1/p' "$tmp/d/a0.log")
 check "without -t the cores are shared out" eval '[ "$threads" -ge 1 ] && [ "$threads" -le "$(nproc)" ]'
 TMPDIR=$tmp up 1P1D -m "$M" -- true

@@ -8,38 +8,10 @@ import tempfile
 
 import pdset
 import tap
-from pdset import ARGS, Router, Worker, check
+from pdset import Router, Worker, at_start, check, reqs, results, whole
 from tap import B, TINY, ok, run
 
 tmp = tempfile.TemporaryDirectory()
-
-
-def reqs(count, **kw):
-    return [dict({"id": i, "prompt": f"Once upon a time there were {i} foxes " * (1 + i % 5), "max_tokens": 5 + i % 7, "temperature": 0.8, "seed": i}, **kw) for i in range(count)]
-
-
-def whole(rs):
-    """What the filter gives: by id and choice."""
-    out = tap.results(run([f"{B}/bin/pd-decode", "-m", TINY, *ARGS, "--kv-mem", "4MiB", "--format", "json"], tap.lines(rs)).stdout)
-    return {(r["id"], r.get("choice", 0)): (r["tokens"], r["text"], r["finish_reason"]) for r in out}
-
-
-def results(R, runs):
-    return {(x["id"], x.get("choice", 0)): (x["tokens"], x["text"], x["finish_reason"]) for r in runs for x in R.of(r, "result")}
-
-
-def at_start(*workers):
-    """Nothing is held any more: (all of them, why not)."""
-    notes = []
-    for w in workers:
-        want = {"runs": 0, "blocks_used": 0, "moves": 0, "sequences": 0}
-        want.update({"leases_live": 0} if "leases_live" in w.ledger() else {"expected": 0, "blocks_borrowed": 0, "moves_waiting": 0, "offers_early": 0})
-        good, g = w.until(want)
-        if "leases_live" in g:
-            good &= g["leases_granted"] == g["leases_released"] + g["leases_expired"] + g["leases_revoked"]
-        if not good:
-            notes.append((w.path, g))
-    return not notes, notes
 
 
 def close(name, R, *workers):

@@ -4,78 +4,12 @@ pools that are too small. Each time the output is what an undisturbed run gives,
 log keeps every rule."""
 import os
 import signal
-import tempfile
 import time
 
-import pdset
 import tap
-from pdset import ARGS, Router, Worker, check, ulid
-from tap import B, TINY, ok, run
-
-tmp = tempfile.TemporaryDirectory()
-scene_no = 0
-
-
-def reqs(count, **kw):
-    return [dict({"id": i, "prompt": f"Once upon a time there were {i} foxes " * (1 + i % 5), "max_tokens": 5 + i % 7, "temperature": 0.8, "seed": i}, **kw) for i in range(count)]
-
+from pdset import Router, Scene, reqs, results, ulid, whole, why
 
 LONG = dict(prompt="A long tale of a fox " * 8, max_tokens=60, ignore_eos=True, temperature=0.7, seed=9)
-
-
-def whole(rs):
-    out = tap.results(run([f"{B}/bin/pd-decode", "-m", TINY, *ARGS, "--kv-mem", "4MiB", "--format", "json"], tap.lines(rs)).stdout)
-    return {(r["id"], r.get("choice", 0)): (r["tokens"], r["text"], r["finish_reason"]) for r in out}
-
-
-def results(R, runs):
-    return {(x["id"], x.get("choice", 0)): (x["tokens"], x["text"], x["finish_reason"]) for r in runs for x in R.of(r, "result")}
-
-
-def why(R, runs):
-    return {(R.result(r) or {}).get("mode", "?") + " " + str((R.result(r) or {}).get("fallback"))[:80] for r in runs}
-
-
-class Scene:
-    def __init__(self, name):
-        global scene_no
-        scene_no += 1
-        self.name = name
-        self.dir = os.path.join(tmp.name, str(scene_no))
-        os.mkdir(self.dir)
-        self.workers = []
-        self.R = Router(os.path.join(self.dir, "R.trace"))
-
-    def P(self, *args, name="P", **kw):
-        self.workers.append(Worker(self.dir, name, "prefill", *args, **kw))
-        return self.workers[-1]
-
-    def D(self, *args, name="D", **kw):
-        self.workers.append(Worker(self.dir, name, "decode", *args, **kw))
-        return self.workers[-1]
-
-    def ok(self, cond, what, note=""):
-        ok(cond, f"{self.name}: {what}", note)
-
-    def end(self, seconds=20):
-        live = [w for w in self.workers if w.p.poll() is None]
-        bad = []
-        for w in live:
-            g = w.ledger()
-            want = {"runs": 0, "blocks_used": 0, "moves": 0, "sequences": 0}
-            want.update({"leases_live": 0} if "leases_live" in g else {"expected": 0, "blocks_borrowed": 0, "moves_waiting": 0, "offers_early": 0})
-            good, g = w.until(want, seconds)
-            if not good or ("leases_live" in g and g["leases_granted"] != g["leases_released"] + g["leases_expired"] + g["leases_revoked"]):
-                bad.append((w.path, g))
-        self.ok(not bad, "every count is back at its start", bad)
-        self.R.close()
-        ends = [w.end() for w in live]
-        self.ok(all(rc == 0 for rc, _ in ends), "all drain", ends)
-        self.ok(not any(x in w.said() for w in self.workers for x in ("not held", "Sanitizer", "runtime error")), "nobody complains of itself", [w.said() for w in self.workers])
-        c = check(self.R.path, *[w.trace for w in self.workers])
-        self.ok(c.returncode == 0, "the merged log keeps every rule", c.stdout + c.stderr)
-
-
 FILTER = whole(reqs(20))
 TALE = whole([dict(LONG, id="t")])
 

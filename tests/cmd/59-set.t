@@ -26,8 +26,9 @@ def tokens(recs):
 ARGS = ["-t", "1", "--chunk", "32", "--max-seqs", "8", "--kv-mem", "4MiB"]
 kv = run(prefill(*ARGS, m=TINY), lines(REQS)).stdout
 want = tokens(results(run(decode(*ARGS, "--format", "json", m=TINY), kv).stdout))
-for which, mode, processes in (("1P1D", {"remote"}, 3), ("2P2D", {"remote"}, 5), ("1A", {"aggregated"}, 2), ("2A", {"aggregated"}, 3)):
-    d, r = up(which, ASK, lines(REQS))
+for which, mode, processes, args in (("1P1D", {"remote"}, 3, []), ("2P2D", {"remote"}, 5, []), ("1A", {"aggregated"}, 2, []), ("2A", {"aggregated"}, 3, []),
+                                     ("2B", {"remote"}, 3, []), ("2B", {"aggregated"}, 3, ["--route", "--policy aggregated"]), ("1P1D2B", {"remote"}, 5, [])):
+    d, r = up(which, ASK, lines(REQS), *args)
     got = results(r.stdout)
     ok(r.returncode == 0 and tokens(got) == want, f"{which}: its results are the filters', to the bit", r)
     ok({x["mode"] for x in got} == mode and all(x["fallback"] is None for x in got), f"{which}: done as {mode}", got)

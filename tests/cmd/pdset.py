@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 try:
@@ -34,7 +35,10 @@ class Worker:
 
     def __init__(self, folder, name, command, *args, mem="4MiB", m=TINY, env=None, ready=True):
         self.path = os.path.join(folder, name)
+        if os.environ.get("PD_ROLE") and "--role" not in args:
+            args = ("--role", os.environ["PD_ROLE"], *args)
         self.at = "unix:" + self.path
+        self.name = None        # as it calls itself; a test may set it
         self.trace = self.path + ".trace"
         self.err_path = self.path + ".err"
         r, w = os.pipe()
@@ -178,7 +182,7 @@ class Router:
 
     def route(self, r, mode, p=None, d=None, op=None, **kw):
         op = op or hashlib.sha256((r["run"] + "prefill").encode()).digest()[:16]
-        place = lambda w: {"worker": ("prefill@" if w is p else "decode@") + str(w.p.pid), "at": w.at} if w else None
+        place = lambda w: {"worker": w.name or ("prefill@" if w is p else "decode@") + str(w.p.pid), "at": w.at} if w else None
         return dict(r, route={"op": op, "policy": "script", "mode": mode, "p": place(p), "d": place(d), "early": False, "fallback": None, **kw})
 
     def remote(self, req, p, d, run=None, first="d", **kw):
@@ -263,3 +267,74 @@ def check(*traces):
             said.append(line)
     c.stdout = "\n".join(said).encode()
     return c
+
+
+folder = tempfile.TemporaryDirectory()
+
+
+def reqs(count, **kw):
+    return [dict({"id": i, "prompt": f"Once upon a time there were {i} foxes " * (1 + i % 5), "max_tokens": 5 + i % 7, "temperature": 0.8, "seed": i}, **kw) for i in range(count)]
+
+
+def whole(rs):
+    """What the filter gives: by id and choice."""
+    out = tap.results(tap.run([f"{B}/bin/pd-decode", "-m", TINY, *ARGS, "--kv-mem", "4MiB", "--format", "json"], tap.lines(rs)).stdout)
+    return {(r["id"], r.get("choice", 0)): (r["tokens"], r["text"], r["finish_reason"]) for r in out}
+
+
+def results(R, runs):
+    return {(x["id"], x.get("choice", 0)): (x["tokens"], x["text"], x["finish_reason"]) for r in runs for x in R.of(r, "result")}
+
+
+def why(R, runs):
+    return {(R.result(r) or {}).get("mode", "?") + " " + str((R.result(r) or {}).get("fallback"))[:80] for r in runs}
+
+
+def at_start(*workers, seconds=20):
+    """Nothing is held any more: (all of them, why not)."""
+    bad = []
+    for w in workers:
+        want = {"runs": 0, "blocks_used": 0, "moves": 0, "sequences": 0}
+        own = ("leases_live", "blocks_leased", "expected", "blocks_borrowed", "moves_waiting", "offers_early", "in_place")
+        want.update({k: 0 for k in own if k in w.ledger()})
+        good, g = w.until(want, seconds)
+        if not good or g.get("leases_granted", 0) != sum(g.get(f"leases_{k}", 0) for k in ("released", "expired", "revoked")):
+            bad.append((w.path, g))
+    return not bad, bad
+
+
+class Scene:
+    """Workers and a router by script, in a folder of their own; at its end every count has to be back where it began."""
+
+    def __init__(self, name):
+        self.name = name
+        self.dir = tempfile.mkdtemp(dir=folder.name)
+        self.workers = []
+        self.R = Router(os.path.join(self.dir, "R.trace"))
+
+    def P(self, *args, name="P", **kw):
+        self.workers.append(Worker(self.dir, name, "prefill", *args, **kw))
+        return self.workers[-1]
+
+    def D(self, *args, name="D", **kw):
+        self.workers.append(Worker(self.dir, name, "decode", *args, **kw))
+        return self.workers[-1]
+
+    def both(self, name, prefer, *args, **kw):
+        """A worker that does either, by the command whose side it prefers."""
+        self.workers.append(Worker(self.dir, name, prefer, "--role", "both", *args, **kw))
+        return self.workers[-1]
+
+    def ok(self, cond, what, note=""):
+        tap.ok(cond, f"{self.name}: {what}", note)
+
+    def end(self, seconds=20):
+        live = [w for w in self.workers if w.p.poll() is None]
+        good, bad = at_start(*live, seconds=seconds)
+        self.ok(good, "every count is back at its start", bad)
+        self.R.close()
+        ends = [w.end() for w in live]
+        self.ok(all(rc == 0 for rc, _ in ends), "all drain", ends)
+        self.ok(not any(x in w.said() for w in self.workers for x in ("not held", "Sanitizer", "runtime error")), "nobody complains of itself", [w.said() for w in self.workers])
+        c = check(self.R.path, *[w.trace for w in self.workers])
+        self.ok(c.returncode == 0, "the merged log keeps every rule", c.stdout + c.stderr)

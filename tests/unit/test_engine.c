@@ -199,7 +199,7 @@ static struct pd_batch *new_batch(struct pd_runtime *rt, uint32_t chunk, uint32_
 {
     struct pd_err e;
     struct pd_batch_opts o = { .chunk = chunk, .max_seqs = max_seqs, .prefix = rt->prefix, .priority_us = priority_us, .timeouts = priority_us > 0 };
-    struct pd_batch_cb cb = { NULL, on_layer, on_token, on_finished, on_started, NULL };
+    struct pd_batch_cb cb = { .layer_done = on_layer, .token = on_token, .finished = on_finished, .started = on_started };
     must(pd_batch_new(rt->model, rt->threads, rt->k, rt->pool, &o, &cb, &the_batch, &e), &e);
     return the_batch;
 }
