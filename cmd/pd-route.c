@@ -12,7 +12,7 @@
 #include "../libcommon/wire/frame.h"
 #include "../libcommon/wire/stream.h"
 
-static char **workers, *workers_file, *policy, *risk, *temperature, *shadow, *profile, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *index_bytes, *trace, *trace_max, *status_of;
+static char **workers, *workers_file, *policy, *risk, *temperature, *shadow, *profile, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *index_bytes, *model, *chat_template, *trace, *trace_max, *status_of;
 static int stream, early, check;
 static struct poptOption ask_options[] = {
     { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)",
@@ -38,6 +38,8 @@ static struct poptOption options[] = {
     { "suspect-after", '\0', POPT_ARG_STRING, &suspect, 0, "a worker that is silent for so long gets nothing new (default 3s)", "TIME" },
     { "gone-after", '\0', POPT_ARG_STRING, &gone, 0, "a worker that is silent for so long counts as gone (default 10s)", "TIME" },
     { "idempotency-ttl", '\0', POPT_ARG_STRING, &key_ttl, 0, "how long what became of an idempotency_key is kept (default 10m)", "TIME" },
+    { "model", 'm', POPT_ARG_STRING, &model, 0, "tokenise text with this model's tokenizer, so that it is known who holds its beginning (its weights are not read)", "FILE" },
+    { "chat-template", '\0', POPT_ARG_STRING, &chat_template, 0, "of messages, with -m: chatml, llama2, llama3, or a file (default: the model's own)", "NAME" },
     { "index-bytes", '\0', POPT_ARG_STRING, &index_bytes, 0, "memory of the index of what workers hold (default 256MiB)", "SIZE" },
     { "trace", '\0', POPT_ARG_STRING, &trace, 0, "append events and routes to FILE", "FILE" },
     { "trace-max", '\0', POPT_ARG_STRING, &trace_max, 0, "begin a new trace file past this size; the old one becomes FILE.1 (default: never)", "SIZE" },
@@ -158,18 +160,27 @@ static int serve(struct pd_err *e)
     if (index_bytes && (pd_parse_size(index_bytes, &index, e) < 0 || index < 1 << 20))
         return pd_fail(e, PD_EUSAGE, "--index-bytes: '%s' is not a size of 1MiB or more (example: --index-bytes 256MiB)", index_bytes);
     o.index_bytes = (size_t)index;
+    if (chat_template && !model)
+        return pd_fail(e, PD_EUSAGE, "--chat-template: without -m no text is tokenised here (add -m MODEL)");
     o.max_runs = (uint32_t)runs;
     o.attempts = (int)tries;
     o.max_record = d.max_record = (size_t)max;
     gethostname(host, sizeof host - 1);
     snprintf(name, sizeof name, "route@%.63s:%d", host, (int)getpid());
     d.worker = name;
-    if ((rc = pd_trace_open(trace, name, "route", &t, e)) < 0)
+    struct pd_model *m = NULL;
+    if (model && (rc = pd_model_open(model, &(struct pd_model_opts){ .chat_template = chat_template, .no_weights = true, .no_digest = true }, &m, e)) < 0)
         return rc;
+    o.model = m;
+    if ((rc = pd_trace_open(trace, name, "route", &t, e)) < 0) {
+        pd_model_free(m);
+        return rc;
+    }
     pd_trace_limit(t, (uint64_t)rotate);
     o.trace = t;
     rc = pd_router_serve(&o, &d, e);
     pd_trace_close(t);
+    pd_model_free(m);
     return rc;
 }
 

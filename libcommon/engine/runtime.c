@@ -76,10 +76,12 @@ int pd_check_adapter(const struct pd_request *r, struct pd_err *e)
 
 int pd_prompt_tokens(const struct pd_runtime *rt, const struct pd_request *r, struct pd_buf *ids, struct pd_err *e)
 {
-    const struct pd_model *m = rt->model;
     int rc = pd_check_adapter(r, e);
-    if (rc < 0)
-        return rc;
+    return rc < 0 ? rc : pd_prompt_ids(rt->model, r, ids, e);
+}
+
+int pd_prompt_ids(const struct pd_model *m, const struct pd_request *r, struct pd_buf *ids, struct pd_err *e)
+{
     if (r->has_token_ids)
         return pd_buf_add(ids, r->token_ids, (size_t)r->n_token_ids * sizeof(int32_t), e);
     if (r->n_messages)

@@ -38,6 +38,7 @@ int pd_runtime_open(const struct pd_runtime_opts *o, struct pd_runtime *rt, stru
 void pd_runtime_close(struct pd_runtime *rt);
 
 int pd_check_adapter(const struct pd_request *r, struct pd_err *e);     /* PD_EINCOMPAT when the request names one: none is loaded, and none is dropped */
+int pd_prompt_ids(const struct pd_model *m, const struct pd_request *r, struct pd_buf *ids, struct pd_err *e);          /* of its tokenizer alone */
 /* The prompt's token ids (appended to ids, a pd_buf of int32) from whichever of prompt, messages, token_ids the request has. Refuses what this build cannot honour, by name (adapter). */
 int pd_prompt_tokens(const struct pd_runtime *rt, const struct pd_request *r, struct pd_buf *ids, struct pd_err *e);
 #endif

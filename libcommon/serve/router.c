@@ -44,6 +44,7 @@ static void said(struct pd_router *r, struct pd_rt_worker *w, enum pd_rt_from fr
         pd_warn("worker %s: load_disagrees: it reports %u runs, and has %u of this router's", pd_member_name(w->m), s->load.runs, w->m->own.runs);
     }
     pd_upstream_want(w->u, ready);
+    pd_rt_text_said(r, w);
     pd_rt_feed_said(r, w, from, fresh);
     know_policy(r);
     pd_rt_dispatch(r);

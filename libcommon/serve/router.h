@@ -23,6 +23,7 @@
  */
 #ifndef PD_SERVE_ROUTER_H
 #define PD_SERVE_ROUTER_H
+#include "../model/weights.h"
 #include "../route/decide.h"
 #include "../trace/event.h"
 #include "daemon.h"
@@ -40,6 +41,7 @@ struct pd_router_opts {
     int64_t wait_us, suspect_us, gone_us, key_ttl_us;   /* 0: 10 s, 3 s, 10 s, 10 min */
     size_t max_record;          /* 0: 16 MiB */
     size_t index_bytes;         /* of the prefix index; 0: 256 MiB */
+    const struct pd_model *model;       /* its tokenizer and chat template, for requests that bring text; or NULL */
     struct pd_trace *trace;     /* or NULL */
 };
 /* From `starting` to `gone`. 0 after a drain, PD_ECANCEL after a second signal. */

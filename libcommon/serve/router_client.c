@@ -247,12 +247,24 @@ static uint32_t guess_tokens(const struct pd_request *q)
     return n < UINT32_MAX ? (uint32_t)n : UINT32_MAX;
 }
 
+int pd_rt_body_make(const struct pd_request *q, struct pd_rt_body *out, struct pd_err *e)
+{
+    struct pd_buf b = { 0 };
+    struct pd_head h;
+    int rc = pd_request_encode(q, &b, e);
+    if (rc == 0 && (!pd_head_read(b.p, b.n, &h) || h.type != PD_T_MAP || h.count / 2 > UINT16_MAX - 8))
+        rc = pd_fail(e, PD_EFAIL, "request: it has too many keys");
+    if (rc == 0 && (rc = pd_buf_add(&out->b, b.p + h.hdr, b.n - h.hdr, e)) == 0)
+        out->pairs = (uint32_t)(h.count / 2);
+    pd_buf_free(&b);
+    return rc;
+}
+
 /* The request as it goes to workers, and what is known of it. q is changed. */
 static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request *q, struct pd_err *e)
 {
     struct pd_buf extra = { 0 }, b = { 0 };
     struct pd_bin id = q->id, token = q->cancel_token, timeouts = q->timeouts_ms;
-    struct pd_head h;
     char name[PD_RUN_LEN + 1];
     bool keyed = q->idempotency_key.p != NULL;
     run->deadline_us = q->has & PD_RQ_DEADLINE && q->deadline_ms < INT64_MAX / 2000 ? run->t_accept + (q->deadline_ms > 0 ? q->deadline_ms : 0) * 1000 : 0;
@@ -288,14 +300,8 @@ static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request
     q->timeouts_ms = (struct pd_bin){ NULL, 0 };
     if (rc == 0 && timeouts.n)
         rc = pd_buf_add(&run->timeouts, timeouts.p, timeouts.n, e);
-    if (rc == 0 && (rc = pd_request_encode(q, &b, e)) == 0) {
-        if (!pd_head_read(b.p, b.n, &h) || h.type != PD_T_MAP || h.count / 2 > UINT16_MAX - 8)
-            rc = pd_fail(e, PD_EFAIL, "request: it has too many keys");
-        else {
-            run->body_pairs = (uint32_t)(h.count / 2);
-            rc = pd_buf_add(&run->body, b.p + h.hdr, b.n - h.hdr, e);
-        }
-    }
+    rc = rc ? rc : pd_rt_body_make(q, &run->body, e);
+    rc = rc ? rc : pd_rt_tokenise(r, run, q, e);
     pd_buf_free(&b);
     pd_buf_free(&extra);
     return rc;

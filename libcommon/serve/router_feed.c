@@ -203,7 +203,8 @@ void pd_rt_feed_beat(struct pd_router *r, int64_t now)
 
 static bool pair_of(const struct pd_rt_run *run, const char *name, struct pd_bin *v)
 {
-    struct pd_iter it = { run->body.p, run->body.n, run->body_pairs };
+    const struct pd_rt_body *body = run->ids.b.n ? &run->ids : &run->body;
+    struct pd_iter it = { body->b.p, body->b.n, body->pairs };
     struct pd_str key;
     while (pd_iter_pair(&it, &key, v))
         if (pd_str_eq(key, name))

@@ -1,5 +1,5 @@
 /* Inside the router, shared by its files: router.c (daemon, workers, metrics), router_run.c (a run until its end), router_back.c
- * (what workers send back), router_fail.c (when they fail it), router_feed.c (what workers hold of a prompt), router_learn.c (what runs take), router_client.c (clients and what they
+ * (what workers send back), router_fail.c (when they fail it), router_feed.c (what workers hold of a prompt), router_text.c (a prompt's token ids), router_learn.c (what runs take), router_client.c (clients and what they
  * are sent), router_key.c (idempotency keys). Everything is the loop thread's. */
 #ifndef PD_SERVE_ROUTER_IN_H
 #define PD_SERVE_ROUTER_IN_H
@@ -25,6 +25,7 @@ struct pd_rt_worker {
     struct pd_rt_feed feed;
     bool named;                 /* by --worker: never forgotten */
     bool draining, told_silent;
+    bool same_tokens, same_chat, told_text;     /* its tokenizer is ours, and its chat template too; told: it is not */
     struct pd_rt_worker *next;
 };
 
@@ -52,12 +53,16 @@ struct pd_rt_choice {
     uint32_t total;             /* of its result */
 };
 
+/* A request as pairs, less what is set anew each time it is sent. */
+struct pd_rt_body { struct pd_buf b; uint32_t pairs; };
+
 struct pd_rt_run {
     struct pd_node node;        /* by name */
     char name[PD_RUN_LEN + 1];
     struct pd_rt_run *next_queued, *prev_queued; bool queued;
     struct pd_rt_listener *listeners;
-    struct pd_buf body; uint32_t body_pairs;            /* the request as pairs, less what is set anew each time it is sent */
+    struct pd_rt_body body, ids;        /* as it came; with token ids for its text (router_text.c), or empty */
+    bool of_messages;           /* the text */
     struct pd_buf id;
     uint64_t body_hash;
     uint8_t token[16]; bool has_token;
@@ -173,6 +178,13 @@ void pd_rt_client_free(struct pd_rt_client *k);         /* at the end of the pro
 void pd_rt_let_read(struct pd_router *r);
 int pd_rt_on_cancel(void *ctx, const struct pd_rec *rec, const char **state, struct pd_err *e);
 void pd_rt_refuse(struct pd_router *r, struct pd_conn *c, const struct pd_request *q, const struct pd_err *why);
+
+int pd_rt_body_make(const struct pd_request *q, struct pd_rt_body *out, struct pd_err *e);
+
+/* ---- router_text.c ---- */
+void pd_rt_text_said(struct pd_router *r, struct pd_rt_worker *w);      /* its `worker` record was taken */
+int pd_rt_tokenise(struct pd_router *r, struct pd_rt_run *run, const struct pd_request *q, struct pd_err *e);   /* fills run->ids, if it can be done */
+const struct pd_rt_body *pd_rt_body_for(const struct pd_rt_run *run);   /* what its workers are sent */
 
 /* ---- router_key.c ---- */
 struct pd_rt_key {

@@ -136,13 +136,14 @@ static void pack_timeouts(const struct pd_rt_run *run, int64_t now, struct pd_pa
 int pd_rt_compose(struct pd_router *r, struct pd_rt_run *run, const struct pd_routing *route, struct pd_err *e)
 {
     struct pd_buf *b = &r->scratch;
-    uint32_t pairs = run->body_pairs + 2 + (run->deadline_us > 0) + (run->timeouts.n > 0);
+    const struct pd_rt_body *body = pd_rt_body_for(run);
+    uint32_t pairs = body->pairs + 2 + (run->deadline_us > 0) + (run->timeouts.n > 0);
     int64_t now = pd_mono_us();
     uint8_t head[3] = { 0xde, (uint8_t)(pairs >> 8), (uint8_t)pairs };
     struct pd_packer k;
     b->n = 0;
     int rc = pd_buf_add(b, head, sizeof head, e);
-    if (rc || (rc = pd_buf_add(b, run->body.p, run->body.n, e)))
+    if (rc || (rc = pd_buf_add(b, body->b.p, body->b.n, e)))
         return rc;
     pd_pack_init(&k, b, e);
     pd_pack_text(&k, "stream");
@@ -208,7 +209,7 @@ static void leave_old_p(struct pd_rt_run *run)
 
 void pd_rt_run_free(struct pd_router *r, struct pd_rt_run *run)
 {
-    struct pd_buf *bufs[] = { &run->body, &run->id, &run->adapter, &run->timeouts, &run->fallback, &run->held, &run->why };
+    struct pd_buf *bufs[] = { &run->body.b, &run->ids.b, &run->id, &run->adapter, &run->timeouts, &run->fallback, &run->held, &run->why };
     for (size_t i = 0; i < sizeof bufs / sizeof *bufs; i++)
         pd_buf_free(bufs[i]);
     for (uint32_t i = 0; run->choice && i < run->n; i++) {
@@ -238,7 +239,7 @@ void pd_rt_end_run(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id 
     pd_rt_key_end(r, run, state == PD_ST_COMPLETED);
     pd_rt_leave(r, run);
     pd_keyed_remove(&r->runs, run);
-    r->body_bytes -= run->body.n;
+    r->body_bytes -= run->body.b.n + run->ids.b.n;
     pd_metric_set(r->m_runs, --r->n_runs);
     pd_rt_run_free(r, run);
     pd_rt_let_read(r);
@@ -372,7 +373,7 @@ static void block(struct pd_router *r, struct pd_rt_run *run, int64_t now)
 static void make_op(struct pd_rt_run *run, const struct pd_rt_worker *d, const char *what)
 {
     struct pd_str at = place_of(d).at;
-    uint64_t h[3] = { pd_xxh3(run->body.p, run->body.n, 0), pd_xxh3(at.p, at.n, d->m->life), run->choice[0].sent };
+    uint64_t h[3] = { pd_xxh3(run->body.b.p, run->body.b.n, 0), pd_xxh3(at.p, at.n, d->m->life), run->choice[0].sent };
     pd_op_make(run->op, run->name, what, h, sizeof h);
     run->has_op = true;
 }
@@ -546,7 +547,7 @@ int pd_rt_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_err *e)
     if (rc < 0)
         return rc;
     r->n_runs++;
-    r->body_bytes += run->body.n;
+    r->body_bytes += run->body.b.n + run->ids.b.n;
     pd_metric_set(r->m_runs, r->n_runs);
     pd_rt_step(r, run, PD_ST_ACCEPTED, NULL);
     pd_rt_enqueue(r, run);

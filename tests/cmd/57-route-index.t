@@ -298,6 +298,44 @@ for k in range(40):             # past what the pools hold: blocks are evicted
     ask(r, prompt(300 + k, 250))
 some = [hits(prompt(300 + k, 250)) for k in (0, 20, 39)]
 ok(agree() and all(x[0] == x[1] for x in some) and w.ledger()["blocks_free"] < 64, "also while blocks are evicted", (some, r.ledger(), w.ledger(), v.ledger()))
+# ---- text, with a tokenizer ----
+
+rt = router("-m", tap.TINY, workers=[w, v])
+rt.until("index_known", 2)
+texts = [f"Long before there were {k} foxes in the hills, people told each other of them. " * 3 for k in range(6)]
+asked = [dict({"prompt": t, "max_tokens": 3, "seed": k}) for k, t in enumerate(texts)] + [{"messages": [{"role": "user", "content": texts[0]}], "max_tokens": 3, "seed": 1}]
+cold = [results(rt.ask(q))[0] for q in asked]
+until(lambda: rt.ledger()["index_copies"] == w.ledger()["blocks_cached"] + v.ledger()["blocks_cached"], 5)
+got = []
+for q in asked:
+    x = results(rt.ask(q))[0]
+    d = [d for d in route(rt)["d"] if d["worker"] == x["decode_worker"]][0]
+    got.append((x, d, route(rt)))
+ok(all(x["decode_worker"] == c["decode_worker"] and x["tokens"] == c["tokens"] and x["text"] == c["text"] for (x, _, _), c in zip(got, cold)), "with -m text goes where its beginning is, to the same tokens", (got, cold))
+ok(all(d["hit_blocks"] == x["cached_tokens"] // 16 > 2 and e["degraded"] in ([], ["no_topology"]) and e["input"]["exact"] and e["input"]["n_tokens"] == x["prompt_tokens"] for x, d, e in got),
+   "whose blocks are counted as its worker counts them", got)
+own = Router(at("r"), workers=[w, v])
+plain = [results(own.ask(q))[0] for q in asked]
+ok([(x["tokens"], x["prompt_tokens"]) for x in plain] == [(x["tokens"], x["prompt_tokens"]) for x in cold], "and to the same as where the worker tokenises", (plain, cold))
+own.stop()
+f = Fake(at("f"))
+rf = router("-m", tap.TINY, workers=[f])
+x = rf.ask({"prompt": "Once upon a time", "max_tokens": 2})
+ok(right(x, {"prompt": "Once upon a time", "max_tokens": 2}) and "token_ids" not in f.requests[-1] and f.requests[-1]["prompt"] == "Once upon a time" and "no_token_ids" in route(rf)["degraded"],
+   "a worker of another tokenizer gets the text as it came", f.requests)
+err = ends(rf, "another tokenizer")
+ok(err.count("its tokenizer is not that of -m") == 1, "which is said once", err)
+big = {"prompt": "x" * (2 << 20), "max_tokens": 2}
+x = results(rt.ask(big))
+ok(len(x) == 1 and x[0]["finish_reason"] == "error" and route(rt)["degraded"][0] == "no_token_ids", "text past 1 MiB is not tokenised here", x)
+x = rt.ask({"prompt": "x" * 9000, "max_tokens": 2})
+ok(results(x)[0]["finish_reason"] == "error" and "context" in [e for e in x if e["pd"] == "error"][0]["message"], "what is longer than every context is refused here", x)
+ends(rt, "text")
+x = run([f"{B}/bin/pd-route", "--listen", f"unix:{at('r')}", "-m", "/nonexistent"])
+ok(x.returncode == 1 and b"/nonexistent" in x.stderr and one_line(x.stderr), "a model that is not there", x)
+x = run([f"{B}/bin/pd-route", "--listen", f"unix:{at('r')}", "--chat-template", "chatml"])
+ok(x.returncode == 2 and b"--chat-template" in x.stderr, "--chat-template without -m: usage", x)
+
 w.kill()
 ok(r.until("workers_ready", 1) and ask(r, P[0])["decode_worker"].endswith(str(v.p.pid)), "the rest goes on when one is killed")
 ends(r, "real workers")
