@@ -1,6 +1,7 @@
 /* pd-trace: shows records (cat), logs of events (ls, show, check, merge, stats, follow), the decisions of routers (why, replay, drift, regret), KV dumps (kv), and
  * what a daemon holds of a run (verify). */
 #include <fcntl.h>
+#include <stdlib.h>
 #include <strings.h>
 #include <unistd.h>
 #include "../libcommon/base/cli.h"
@@ -14,7 +15,7 @@
 #include "../libcommon/trace/show.h"
 #include "../libcommon/wire/endpoint.h"
 
-static char *run_id, *with, *tokens, *layers, *bound, *order, *policy;
+static char *run_id, *with, *tokens, *layers, *bound, *order, *policy, *window, *above;
 enum { LAST = 10 };
 static int strict, last = LAST, block_size, identical;
 static struct poptOption options[] = {
@@ -24,6 +25,8 @@ static struct poptOption options[] = {
     { "bound", '\0', POPT_ARG_STRING, &bound, 0, "check: how long after a cancel or an end others may still act (default 1s)", "TIME" },
     { "policy", '\0', POPT_ARG_STRING, &policy, 0, "replay: what another policy would have decided (aggregated, fixed, conditional, threshold:N, dynamo, llmd, random)", "POLICY" },
     { "expect-identical", '\0', POPT_ARG_NONE, &identical, 0, "replay: exit 4 when a decision does not come out as it was, byte by byte", NULL },
+    { "window", '\0', POPT_ARG_STRING, &window, 0, "drift: judge so much of the log at a time (default a tenth of it)", "TIME" },
+    { "above", '\0', POPT_ARG_STRING, &above, 0, "regret: a choice is misjudged when it was worse by more than both (default 10ms,20%)", "TIME,PERCENT" },
     { "last", '\0', POPT_ARG_INT, &last, 0, "follow: how many events of what is there to show first (default 10)", "N" },
     { "tokens", '\0', POPT_ARG_STRING, &tokens, 0, "kv slice: tokens FROM to TO-1 (either may be left out)", "FROM:TO" },
     { "block-size", '\0', POPT_ARG_INT, &block_size, 0, "kv convert: into blocks of N tokens", "N" },
@@ -179,7 +182,26 @@ static const struct log_verb {
     bool one;
 } reports[] = {
     { "ls", .report = pd_report_ls }, { "show", .report = pd_report_show, .one = true }, { "check", .report = pd_report_check }, { "stats", .report = pd_report_stats },
-    { "follow", .report = pd_report_follow }, { "why", .review = pd_review_why, .one = true }, { "replay", .review = pd_review_replay } };
+    { "follow", .report = pd_report_follow }, { "why", .review = pd_review_why, .one = true }, { "replay", .review = pd_review_replay },
+    { "drift", .review = pd_review_drift }, { "regret", .review = pd_review_regret } };
+
+/* "10ms,20%" */
+static int parse_above(struct pd_review_opts *o, struct pd_err *e)
+{
+    char time[32], *end = NULL;
+    const char *comma = above ? strchr(above, ',') : NULL;
+    o->least_us = -1;
+    o->least_share = -1;
+    if (!above)
+        return 0;
+    if (comma && (size_t)(comma - above) < sizeof time) {
+        snprintf(time, sizeof time, "%.*s", (int)(comma - above), above);
+        o->least_share = comma[1] >= '0' && comma[1] <= '9' ? strtod(comma + 1, &end) / 100 : -1;
+    }
+    if (!end || strcmp(end, "%") || o->least_share > 1000 || pd_parse_duration(time, &o->least_us, e) < 0 || o->least_us < 0)
+        return pd_fail(e, PD_EUSAGE, "--above: '%.40s' is not a time and a share (example: --above 10ms,20%%)", above);
+    return 0;
+}
 
 static int report(const struct log_verb *v, const char **args, int *status, struct pd_err *e)
 {
@@ -193,6 +215,10 @@ static int report(const struct log_verb *v, const char **args, int *status, stru
         return e->code;
     if (bound && (pd_parse_duration(bound, &o.bound_us, e) < 0 || o.bound_us <= 0))
         return pd_fail(e, PD_EUSAGE, "--bound: '%s' is not a time (example: --bound 500ms)", bound);
+    if (window && (pd_parse_duration(window, &review.window_us, e) < 0 || review.window_us <= 0))
+        return pd_fail(e, PD_EUSAGE, "--window: '%s' is not a time (example: --window 1m)", window);
+    if (parse_above(&review, e))
+        return e->code;
     if (last < 0 || last > 1000)
         return pd_fail(e, PD_EUSAGE, "--last: %d is out of range 0 to 1000 (example: --last 10)", last);
     if (pd_cli.out)
@@ -231,8 +257,8 @@ static int misplaced(const char *verb, const char *sub, struct pd_err *e)
 {
     const struct { bool given; const char *name, *verbs; } of[] = {
         { run_id, "--run", "cat, follow, kv, verify" }, { with, "--with", "verify" }, { bound, "--bound", "check" }, { last != LAST, "--last", "follow" },
-        { strict, "--strict", "ls, show, check, merge, stats, follow, why, replay" },
-        { policy, "--policy", "replay" }, { identical, "--expect-identical", "replay" }, { tokens, "--tokens", "kv slice" }, { layers, "--layers", "kv slice" },
+        { strict, "--strict", "ls, show, check, merge, stats, follow, why, replay, drift, regret" },
+        { policy, "--policy", "replay" }, { identical, "--expect-identical", "replay" }, { window, "--window", "drift" }, { above, "--above", "regret" }, { tokens, "--tokens", "kv slice" }, { layers, "--layers", "kv slice" },
         { block_size, "--block-size", "kv convert" }, { order, "--order", "kv convert" },
     };
     char both[32], word[40], list[96];
@@ -259,7 +285,7 @@ static int work(const char **args, int *status, struct pd_err *e)
 {
     const char *verb = args[0] ? args[0] : "";
     if (!*verb)
-        return pd_fail(e, PD_EUSAGE, "which verb? (cat, ls, show, check, merge, stats, follow, why, replay, kv, verify; example: pd-trace cat stream.mp)");
+        return pd_fail(e, PD_EUSAGE, "which verb? (cat, ls, show, check, merge, stats, follow, why, replay, drift, regret, kv, verify; example: pd-trace cat stream.mp)");
     if (known(verb) && misplaced(verb, strcmp(verb, "kv") ? NULL : args[1], e))
         return e->code;
     if (!strcmp(verb, "cat") || !strcmp(verb, "merge"))
@@ -271,11 +297,11 @@ static int work(const char **args, int *status, struct pd_err *e)
     for (size_t i = 0; i < sizeof reports / sizeof *reports; i++)
         if (!strcmp(verb, reports[i].name))
             return report(&reports[i], args + 1, status, e);
-    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, ls, show, check, merge, stats, follow, why, replay, kv, verify; example: pd-trace cat stream.mp)", verb);
+    return pd_fail(e, PD_EUSAGE, "'%s' is no verb (cat, ls, show, check, merge, stats, follow, why, replay, drift, regret, kv, verify; example: pd-trace cat stream.mp)", verb);
 }
 
 int main(int argc, char **argv)
 {
-    return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow|replay [FILE...] | show|why RUN [FILE...] | "
+    return pd_cli_main("pd-trace", options, "cat|ls|check|merge|stats|follow|replay|drift|regret [FILE...] | show|why RUN [FILE...] | "
                        "kv ls|quickcheck|verify|stat|diff|slice|convert|salvage|png FILE... | verify unix:D --run RUN", argc, argv, pd_engine_version, work);
 }

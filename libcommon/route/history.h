@@ -7,12 +7,14 @@
 #include "../trace/report.h"
 #include "way.h"
 
+enum { PD_REGRET_US = 10000 };
+#define PD_REGRET_SHARE 0.2
 struct pd_review_opts {
     struct pd_report_opts log;          /* run: why's */
     const char *policy;                 /* replay: another one; NULL: each record's own */
     bool identical;                     /* replay: a record that does not come out as it was makes the status 4 */
     int64_t window_us;                  /* drift: 0: a tenth of the log */
-    int64_t least_us; double least_share;       /* regret: a misjudgement is worse by more than both; 0, < 0: PD_REGRET_* */
+    int64_t least_us; double least_share;       /* regret: a misjudgement is worse by more than both; < 0: PD_REGRET_US, PD_REGRET_SHARE */
 };
 /* Each 0 or the error's code; *status: 4, 9. PD_EFAIL: there is nothing in the log that they could tell of. */
 int pd_review_why(const struct pd_review_opts *o, int *status, struct pd_err *e);       /* explain.c: the decisions of one run, in words */

@@ -235,6 +235,10 @@ static void set_worker(char out[64], struct pd_str name)
     plain(out);
 }
 
+/* Of records that may hold anything. */
+static int64_t sane(int64_t us) { return us < 0 ? 0 : us > PD_US_MOST ? PD_US_MOST : us; }
+static int64_t before(int64_t t_us, int64_t us) { return t_us > us ? t_us - us : 0; }
+
 static int take_route(struct list *l, const struct pd_log_rec *rec, struct pd_err *e)
 {
     struct pd_arena a = { 0 };
@@ -253,7 +257,7 @@ static int take_route(struct list *l, const struct pd_log_rec *rec, struct pd_er
     }
     if (!rc && r) {
         if (fresh)
-            r->begin_us = d->t_us - d->waited_us;
+            r->begin_us = before(d->t_us, sane(d->waited_us));
         snprintf(r->mode, sizeof r->mode, "%s", d->chosen.any ? pd_mode_names[d->chosen.mode] : "-");
         if (d->chosen.any && !r->stages.last) {
             set_worker(r->last, d->d[d->chosen.d].worker);
@@ -288,10 +292,10 @@ static int take_outcome(struct list *l, const struct pd_log_rec *rec, struct pd_
         snprintf(r->finish_reason, sizeof r->finish_reason, "%s", o.finish_reason[0] ? o.finish_reason : "error");
         r->tokens = o.completion_tokens;
         if (!r->stages.last) {          /* nobody else tells of it */
-            r->ttft_us = o.has & PD_OC_TTFT ? o.waited_us + o.ttft_us : -1;
-            r->e2e_us = o.has & PD_OC_COMPLETION ? o.waited_us + o.completion_us : -1;
+            r->ttft_us = o.has & PD_OC_TTFT ? sane(o.waited_us) + sane(o.ttft_us) : -1;
+            r->e2e_us = o.has & PD_OC_COMPLETION ? sane(o.waited_us) + sane(o.completion_us) : -1;
             if (fresh)
-                r->begin_us = r->e2e_us >= 0 ? o.t_us - r->e2e_us : o.t_us;
+                r->begin_us = before(o.t_us, r->e2e_us >= 0 ? r->e2e_us : 0);
             set_worker(r->last, o.d);
             set_worker(r->first, o.p.n ? o.p : o.d);
             struct pd_str why = o.cause.n ? o.cause : o.fallback;

@@ -30,7 +30,7 @@ _pd() {
         --arrivals) words="poisson gamma onoff even trace" ;;
         --prefix) words="cold partial full trace" ;;
         --tests) words="pp128 pp512 pp2048 tg64 pp128,pp512,pp2048,tg64" ;;
-        --chunk | -t | --threads | --block-size | --seed | --epoch | --domain | --bound | --last | --trace-max) return ;;
+        --chunk | -t | --threads | --block-size | --seed | --epoch | --domain | --bound | --last | --window | --above | --trace-max) return ;;
         -m | --model | -i | --input | -o | --output | --trace | --ids | --out | --key-file | --streams | --with | --requests) compopt -o default 2>/dev/null; return ;;
     esac
 
@@ -43,7 +43,7 @@ _pd() {
         done
         case $name in
             pd-trace)
-                if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow why replay kv verify"
+                if [[ ${#verbs[@]} == 0 ]]; then words="cat ls show check merge stats follow why replay drift regret kv verify"
                 elif [[ ${verbs[*]} == kv ]]; then words="ls quickcheck verify stat diff slice convert salvage png"
                 fi ;;
             pd-bench) [[ ${#verbs[@]} != 0 ]] || words="engine logits gen load score calibrate" ;;

@@ -380,13 +380,199 @@ static void listed_by_outcome(void **state)
     says("{\"name\":\"r_ttft\",\"unit\":\"ms\",\"n\":1,\"min\":1065.000,");
 }
 
+/* Runs a second apart that take what was expected, but for what `off` does to them. D holds a quarter, and is too busy to compute the rest. */
+static void runs(int from, int to, void (*off)(int i))
+{
+    for (int i = from; i < to; i++) {
+        scene("conditional");
+        busy(&d[0], 4);
+        busy(&d[1], 4);
+        holds(&d[0], 25);
+        queued(&p[0], 0);
+        queued(&p[1], 0);
+        p[0].queue = p[1].queue = about(100 * MS);
+        p[i % 2].given = 1;             /* the other one is next */
+        decide(i);
+        just_so();
+        o.cached_tokens = 400;
+        off(i);
+        ends();
+    }
+}
+
+static void on_time(int i) { (void)i; }
+static void queue_of_p1(int i)          /* twice what it was thought to be, at one of the two */
+{
+    if (i % 2 == 0) {
+        o.queue_us += 100 * MS;
+        o.ttft_us += 100 * MS;
+        o.completion_us += 100 * MS;
+    }
+}
+static void nobody_holds_it(int i)
+{
+    (void)i;
+    o.cached_tokens = 0;
+    o.transfer_us += 10 * MS;
+    o.completion_us += 10 * MS;
+}
+static void a_little_late(int i)        /* beyond P95, and nothing to speak of */
+{
+    o.queue_us += 26 * MS;
+    o.sync_us += i % 2 * MS;
+}
+static void falls_back(int i)
+{
+    (void)i;
+    o.fallback = (struct pd_str)S("integrity: chunk 5");
+}
+
+static void drifted(void **state)
+{
+    fresh("conditional");
+    runs(0, 60, on_time);
+    runs(60, 100, queue_of_p1);
+    runs(100, 103, falls_back);
+    decide(103);
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), 0);
+    says("100 runs, decided from 2026-11-30T00:53:20.000000Z to 2026-11-30T00:54:59.000000Z, in 10 windows of 10.000 s; left out: 3 that came otherwise than decided, 1 without "
+         "an outcome\n"
+         "                                n      error took/P50     in P95  windows\n"
+         "cache                         100      0.0 %     1.00    100.0 %  ..........\n"
+         "queue                         100      0.0 %     1.00     80.0 %  ......!!!!\n"
+         "  p1                           50      0.0 %     1.00     60.0 %  ----------\n"
+         "  p0                           50      0.0 %     1.00    100.0 %  ----------\n"
+         "prefill                       100      0.0 %     1.00    100.0 %  ..........\n");
+    says("transfer                      100      0.0 %     1.00    100.0 %  ..........\n"           /* one path: no line for it alone */
+         "sync                          100      0.0 %     1.00    100.0 %  ..........\n"
+         "tpot                          100      0.0 %     1.00    100.0 %  ..........\n"
+         "ttft                          100      0.0 %     1.00    100.0 %  ..........\n");
+    says("queue left its band first, in the window from 2026-11-30T00:54:20.000000Z: 50.0 % of 10 runs within P95 (chance explains 78.9 %), median error 25.0 %, "
+         "it took 1.50 times what was expected; worst p1 (0.0 % of 5)\n"
+         "this points to the queue: ");
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ .window_us = 50000000, .log.json = true }), 0);
+    says("{\"term\":\"queue\",\"worker\":\"p1\",\"n\":50,\"error\":0.000000,\"ratio\":1.000000,\"covered\":0.600000,\"judged\":true,\"out\":true,\"windows\":[{");
+    says("{\"term\":\"queue\",\"n\":100,\"error\":0.000000,\"ratio\":1.000000,\"covered\":0.800000,\"judged\":true,\"out\":true,\"windows\":["
+         "{\"t_us\":1796000000000000,\"n\":50,\"error\":0.000000,\"ratio\":1.000000,\"covered\":1.000000,\"judged\":true,\"out\":false},"
+         "{\"t_us\":1796000050000000,\"n\":50,\"error\":0.000000,\"ratio\":1.000000,\"covered\":0.600000,\"judged\":true,\"out\":true}]}\n");
+    says("{\"first\":\"queue\",\"t_us\":1796000050000000,\"window\":1,");
+    says("\"worst\":{\"name\":\"p1\"},\"points\":\"the queue: ");
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ .window_us = 50000 }), PD_EUSAGE);
+    assert_non_null(strstr(e.msg, "--window: 99.000 s of log make 1980 windows of 0.050 s; at most 1000"));
+}
+
+static void drifted_elsewhere(void **state)
+{
+    fresh("conditional");
+    runs(0, 50, on_time);
+    runs(50, 100, nobody_holds_it);     /* what is held is where it begins, and more has to be moved for it */
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), 0);
+    says("cache                         100     10.0 %     1.12     50.0 %  .....!!!!!\n");
+    says("cache left its band first, in the window from 2026-11-30T00:54:10.000000Z: 0.0 % of 10 runs within P95");
+    says("this points to the cache: ");
+    fresh("conditional");
+    runs(0, 100, a_little_late);
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), 0);
+    says("queue                         100     20.6 %     1.26      0.0 %  ..........\n");
+    says("every term stayed in its band\n");
+    fresh("conditional");
+    runs(0, 9, on_time);
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), 0);
+    says("no window has runs enough to judge");
+    fresh("conditional");
+    runs(0, 3, falls_back);
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), PD_EFAIL);
+    assert_non_null(strstr(e.msg, "none of 3 runs came as it was decided"));
+    log_bytes.n = 0;
+    decide(1);
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), PD_EFAIL);
+    assert_non_null(strstr(e.msg, "of 1 decision none has its outcome here"));
+}
+
+/* ---- regret ---- */
+
+/* Eleven that are done locally and ten that go elsewhere: local prefill takes 1.1 times, moving 20 ms longer than was thought. */
+static void both_ways(void)
+{
+    fresh("conditional");
+    for (int i = 0; i < 22; i++) {
+        scene("conditional");
+        if (i % 2) {
+            busy(&d[0], 4);
+            busy(&d[1], 4);
+        }
+        decide(i);
+        just_so();
+        if (i % 2)
+            o.transfer_us += 20 * MS;
+        else
+            o.prefill_us += 100 * MS;
+        o.ttft_us += i % 2 ? 20 * MS : 100 * MS;
+        o.completion_us += i % 2 ? 20 * MS : 100 * MS;
+        if (i == 4)                     /* nobody knows why */
+            o.completion_us += 600 * MS;
+        if (i == 21)
+            strcpy(o.finish_reason, "cancelled");
+        ends();
+    }
+}
+
+static void regretted(void **state)
+{
+    both_ways();
+    assert_int_equal(review(pd_review_regret, (struct pd_review_opts){ .least_us = -1, .least_share = -1 }), 0);
+    says("22 runs ended as far as this log tells, 21 of them can be judged; not: 1 came otherwise than decided, 0 do not tell what they took, 0 had no other way\n");
+    says("local           11       +0.0 ms       x 1.100             -             -       x 1.000\n"
+         "remote          10       +0.0 ms       x 1.000      +20.0 ms       +0.0 ms       x 1.000\n"
+         "regret     mean 36.4 ms, P50 15.0, P95 15.0, most 615.0; 2.02 % of what the runs took\n"          /* (10 x 15 + 615) / 21 */
+         "misjudged  1 of 21 (4.8 %), by more than 10.0 ms and 20 % of what it took: 1 done locally, 0 remotely\n"
+         "in all     the choice was 36.4 ms worse than the best other way, in the mean\n"
+         "worst\n"
+         "  01M8PAW1CACQM7WS4V00000004  local d0 took 2320.0 ms, others wait 0.0; remote p0 > d0 1705.0, 0.0: 615.0 worse, misjudged\n"
+         "  01M8PAW1CACQM7WS4V00000000  local d0 took 1720.0 ms, others wait 0.0; remote p0 > d0 1705.0, 0.0: 15.0 worse\n");
+    assert_null(strstr(said, "remote estimates are off"));
+    says("not known  what the other way would have taken of a run: it was not done;");
+    assert_int_equal(review(pd_review_regret, (struct pd_review_opts){ .log.json = true }), 0);       /* by more than nothing */
+    says("{\"summary\":{\"runs\":22,\"judged\":21,\"otherwise\":1,\"untold\":0,\"no_other_way\":0,\"drawn\":0,\"mean_ms\":36.429,\"p50_ms\":15.000,\"p95_ms\":15.000,"
+         "\"most_ms\":615.000,\"share\":0.020");
+    says("\"misjudged\":11,\"misjudged_local\":11,\"misjudged_remote\":0,");
+    says("{\"run\":\"01M8PAW1CACQM7WS4V00000004\",\"mode\":\"local\",\"way\":\"d0\",\"took_ms\":2320.000,\"others_ms\":0.000,\"other_mode\":\"remote\",\"other\":\"p0 > d0\","
+         "\"other_ms\":1705.000,\"other_others_ms\":0.000,\"regret_ms\":615.000,\"misjudged\":true}\n");
+}
+
+static void what_cannot_be_regretted(void **state)
+{
+    fresh("aggregated");
+    r.n_d = 1;
+    decide(1);
+    just_so();
+    ends();
+    r.externality = 0;
+    decide(2);
+    just_so();
+    o.has = 0;
+    ends();
+    assert_int_equal(review(pd_review_regret, (struct pd_review_opts){ .least_us = -1, .least_share = -1 }), 0);
+    says("2 runs ended as far as this log tells, 0 of them can be judged; not: 0 came otherwise than decided, 1 do not tell what they took, 1 had no other way\n");
+    says("not known  how far local estimates are off: 1 runs were done so, 10 are needed\n");
+    fresh("aggregated");
+    decide(1);
+    just_so();
+    o.has = 0;
+    ends();
+    assert_int_equal(review(pd_review_regret, (struct pd_review_opts){ 0 }), PD_EFAIL);
+    assert_non_null(strstr(e.msg, "none of 1 runs came as it was decided and tells what it took"));
+}
+
 int main(void)
 {
     int fd = mkstemp(file);
     pd_log_init("test", 0, true);
     const struct CMUnitTest tests[] = { cmocka_unit_test(why_in_words), cmocka_unit_test(why_as_json), cmocka_unit_test(why_there_is_no_other_way),
                                         cmocka_unit_test(why_a_run_was_decided_twice), cmocka_unit_test(why_not), cmocka_unit_test(replayed),
-                                        cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done), cmocka_unit_test(listed_by_outcome) };
+                                        cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done), cmocka_unit_test(listed_by_outcome),
+                                        cmocka_unit_test(drifted), cmocka_unit_test(drifted_elsewhere), cmocka_unit_test(regretted),
+                                        cmocka_unit_test(what_cannot_be_regretted) };
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     close(fd);
     unlink(file);
