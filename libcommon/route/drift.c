@@ -334,8 +334,8 @@ static void put_all(struct drift *x, const struct pd_history_sum *sum)
     FILE *out = x->o->log.out;
     char from[32], to[32];
     if (!x->o->log.json) {
-        fprintf(out, "%zu runs, decided from %s to %s, in %u windows of %.3f s; left out: %" PRIu64 " that came otherwise than decided, %" PRIu64 " without an outcome\n", x->n,
-                pd_report_time(x->s[0].t_us, from), pd_report_time(x->s[x->n - 1].t_us, to), x->windows, (double)x->window_us / 1e6, x->otherwise, sum->open);
+        fprintf(out, "%zu runs, decided from %s to %s, in %u window%s of %.3f s; left out: %" PRIu64 " that came otherwise than decided, %" PRIu64 " without an outcome\n", x->n,
+                pd_report_time(x->s[0].t_us, from), pd_report_time(x->s[x->n - 1].t_us, to), x->windows, x->windows == 1 ? "" : "s", (double)x->window_us / 1e6, x->otherwise, sum->open);
         fprintf(out, "%-24s%9s %10s %8s %10s  windows\n", "", "n", "error", "took/P50", "in P95");
     }
     for (int i = 0; i < TERMS; i++) {

@@ -203,12 +203,13 @@ static void put_spread(FILE *out, const struct line *l, bool last)
 static void put_path(FILE *out, const struct pd_route_rec *r, const struct pd_route_pair *o)
 {
     const struct pd_route_path *x = o->path >= 0 ? &r->paths[o->path] : NULL;
-    fprintf(out, "%-10s %.1f MiB of KV", "path", (double)o->bytes / 1048576);
+    bool small = o->bytes < 1 << 20;
+    fprintf(out, "%-10s %.1f %s of KV", "path", (double)o->bytes / (small ? 1 << 10 : 1 << 20), small ? "KiB" : "MiB");
     if (!x)
         fputs(", of which nothing is known", out);
     else {
-        fprintf(out, ", ");
-        pd_report_plain(out, x->kind.n ? x->kind : str_of("unknown"));
+        fputs(x->kind.n ? ", " : ",", out);
+        pd_report_plain(out, x->kind);
         if (x->from >= 0 && x->to >= 0) {
             putc(' ', out);
             pd_report_plain(out, r->domains[x->from]);

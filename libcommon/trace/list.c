@@ -102,7 +102,7 @@ static int put_run(struct list *l, struct listed *r, struct pd_err *e)
     bool json = l->o->json, two = strcmp(r->first, r->last) != 0, told = r->finish_reason[0] && !r->stages.end, events = r->stages.last != 0;
     char at[32];
     const char *state = pd_state[r->stages.end ? r->stages.end : told ? end_of(r->finish_reason) : events ? r->stages.last : PD_ST_ROUTE_SELECTED].name;
-    const char *mode = told || (!events && r->mode[0]) ? r->mode : pd_stages_mode(&r->stages);
+    const char *mode = r->mode[0] && (told || !r->stages.fell_back) ? r->mode : pd_stages_mode(&r->stages);
     uint32_t tokens = told ? r->tokens : pd_stages_tokens(&r->stages);
     pd_report_time(r->begin_us, at);
     if (json) {
