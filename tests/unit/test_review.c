@@ -401,9 +401,9 @@ static void runs(int from, int to, void (*off)(int i))
 }
 
 static void on_time(int i) { (void)i; }
-static void queue_of_p1(int i)          /* twice what it was thought to be, at one of the two */
+static void queue_of_p0(int i)          /* twice what it was thought to be, at one of the two; that is not the first that is named */
 {
-    if (i % 2 == 0) {
+    if (i % 2) {
         o.queue_us += 100 * MS;
         o.ttft_us += 100 * MS;
         o.completion_us += 100 * MS;
@@ -421,6 +421,13 @@ static void a_little_late(int i)        /* beyond P95, and nothing to speak of *
     o.queue_us += 26 * MS;
     o.sync_us += i % 2 * MS;
 }
+static void in_half_the_time(int i)
+{
+    (void)i;
+    o.prefill_us /= 2;
+    o.ttft_us -= o.prefill_us;
+    o.completion_us -= o.prefill_us;
+}
 static void falls_back(int i)
 {
     (void)i;
@@ -431,7 +438,7 @@ static void drifted(void **state)
 {
     fresh("conditional");
     runs(0, 60, on_time);
-    runs(60, 100, queue_of_p1);
+    runs(60, 100, queue_of_p0);
     runs(100, 103, falls_back);
     decide(103);
     assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), 0);
@@ -440,25 +447,74 @@ static void drifted(void **state)
          "                                n      error took/P50     in P95  windows\n"
          "cache                         100      0.0 %     1.00    100.0 %  ..........\n"
          "queue                         100      0.0 %     1.00     80.0 %  ......!!!!\n"
-         "  p1                           50      0.0 %     1.00     60.0 %  ----------\n"
-         "  p0                           50      0.0 %     1.00    100.0 %  ----------\n"
+         "  p1                           50      0.0 %     1.00    100.0 %  ----------\n"
+         "  p0                           50      0.0 %     1.00     60.0 %  ----------\n"
          "prefill                       100      0.0 %     1.00    100.0 %  ..........\n");
     says("transfer                      100      0.0 %     1.00    100.0 %  ..........\n"           /* one path: no line for it alone */
          "sync                          100      0.0 %     1.00    100.0 %  ..........\n"
          "tpot                          100      0.0 %     1.00    100.0 %  ..........\n"
          "ttft                          100      0.0 %     1.00    100.0 %  ..........\n");
     says("queue left its band first, in the window from 2026-11-30T00:54:20.000000Z: 50.0 % of 10 runs within P95 (chance explains 78.9 %), median error 25.0 %, "
-         "it took 1.50 times what was expected; worst p1 (0.0 % of 5)\n"
+         "it took 1.50 times what was expected; worst p0 (0.0 % of 5)\n"
          "this points to the queue: ");
     assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ .window_us = 50000000, .log.json = true }), 0);
-    says("{\"term\":\"queue\",\"worker\":\"p1\",\"n\":50,\"error\":0.000000,\"ratio\":1.000000,\"covered\":0.600000,\"judged\":true,\"out\":true,\"windows\":[{");
+    says("{\"term\":\"queue\",\"worker\":\"p0\",\"n\":50,\"error\":0.000000,\"ratio\":1.000000,\"covered\":0.600000,\"judged\":true,\"out\":true,\"windows\":[{");
     says("{\"term\":\"queue\",\"n\":100,\"error\":0.000000,\"ratio\":1.000000,\"covered\":0.800000,\"judged\":true,\"out\":true,\"windows\":["
          "{\"t_us\":1796000000000000,\"n\":50,\"error\":0.000000,\"ratio\":1.000000,\"covered\":1.000000,\"judged\":true,\"out\":false},"
          "{\"t_us\":1796000050000000,\"n\":50,\"error\":0.000000,\"ratio\":1.000000,\"covered\":0.600000,\"judged\":true,\"out\":true}]}\n");
     says("{\"first\":\"queue\",\"t_us\":1796000050000000,\"window\":1,");
-    says("\"worst\":{\"name\":\"p1\"},\"points\":\"the queue: ");
+    says("\"worst\":{\"name\":\"p0\"},\"points\":\"the queue: ");
     assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ .window_us = 50000 }), PD_EUSAGE);
     assert_non_null(strstr(e.msg, "--window: 99.000 s of log make 1980 windows of 0.050 s; at most 1000"));
+}
+
+/* The outcome is of the decision that has its op; of none, it is nobody's. */
+static void joined_by_op(void **state)
+{
+    fresh("fixed");
+    decide(1);
+    just_so();
+    o.tpot_us = 60 * MS;
+    memset(&r.op, 9, sizeof r.op);
+    r.attempt = 2;
+    busy(&d[0], 5);
+    d[1].x = PD_X_TRIED;
+    d[1].excluded = (struct pd_str)S("failed this run already");
+    assert_int_equal(pd_choose(&r, &e) || pd_route_encode(&r, &log_bytes, &e), 0);
+    ends();
+    decide(2);
+    just_so();
+    memset(o.op, 77, sizeof o.op);
+    ends();
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ .log.json = true }), 0);
+    says("{\"term\":\"tpot\",\"n\":1,\"error\":0.666667,\"ratio\":3.000000,");         /* 20 ms were expected; of the second decision, 25 */
+}
+
+/* What the terms are, by hand. */
+static void terms_of_a_way(void **state)
+{
+    struct pd_spread want[PD_WT_N];
+    scene("conditional");
+    busy(&d[0], 4);
+    d[0].slot = about(4 * MS);
+    queued(&d[0], 1);
+    queued(&p[0], 2);
+    path[0].overlap_permille = 30;      /* of a second, 30 ms of the transfer's 60 */
+    path[0].penalty_us = 7 * MS;
+    assert_int_equal(pd_choose(&r, &e), 0);
+    const struct pd_route_pair *alone = NULL, *far = NULL;
+    for (uint32_t i = 0; i < r.n_pairs; i++)
+        if (r.pair[i].d == 0 && r.pair[i].p <= 0)
+            *(r.pair[i].p < 0 ? &alone : &far) = &r.pair[i];
+    assert_int_equal(pd_way_expected(&r, alone, want), 1 << PD_WT_QUEUE | 1 << PD_WT_PREFILL | 1 << PD_WT_TTFT | 1 << PD_WT_TPOT | 1 << PD_WT_COMPLETION);
+    assert_true(want[PD_WT_QUEUE].p50 == 1004 * MS && want[PD_WT_PREFILL].p50 == 1080 * MS && want[PD_WT_TTFT].p50 == 2084 * MS && want[PD_WT_TPOT].p50 == 24 * MS);
+    assert_int_equal(pd_way_expected(&r, far, want), (1 << PD_WT_N) - 1);
+    assert_true(want[PD_WT_QUEUE].p50 == 2000 * MS && want[PD_WT_PREFILL].p50 == 1000 * MS && want[PD_WT_TRANSFER].p50 == 30 * MS && want[PD_WT_SYNC].p50 == 9 * MS);
+    assert_true(want[PD_WT_TRANSFER].p95 == far->transfer.p95 - 30 * MS && far->transfer.p95 > 70 * MS);
+    o = (struct pd_outcome_rec){ .has = PD_OC_QUEUE | PD_OC_TPOT | PD_OC_SYNC, .queue_us = 5, .tpot_us = -1, .ttft_us = 9, .sync_us = PD_US_MOST + 1 };
+    int64_t took[PD_WT_N];
+    assert_int_equal(pd_way_took(&o, took), 1 << PD_WT_QUEUE);
+    assert_true(took[PD_WT_QUEUE] == 5 && took[PD_WT_TPOT] == 0 && took[PD_WT_TTFT] == 0);
 }
 
 static void drifted_elsewhere(void **state)
@@ -475,6 +531,12 @@ static void drifted_elsewhere(void **state)
     assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), 0);
     says("queue                         100     20.6 %     1.26      0.0 %  ..........\n");
     says("every term stayed in its band\n");
+    fresh("conditional");
+    runs(0, 100, in_half_the_time);     /* all within P95 */
+    assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), 0);
+    says("prefill                       100    100.0 %     0.50    100.0 %  !!!!!!!!!!\n");
+    says("prefill left its band first, in the window from 2026-11-30T00:53:20.000000Z: 100.0 % of 10 runs within P95, median error 100.0 %, it took 0.50 times what was expected; "
+         "worst ");
     fresh("conditional");
     runs(0, 9, on_time);
     assert_int_equal(review(pd_review_drift, (struct pd_review_opts){ 0 }), 0);
@@ -571,7 +633,7 @@ int main(void)
     const struct CMUnitTest tests[] = { cmocka_unit_test(why_in_words), cmocka_unit_test(why_as_json), cmocka_unit_test(why_there_is_no_other_way),
                                         cmocka_unit_test(why_a_run_was_decided_twice), cmocka_unit_test(why_not), cmocka_unit_test(replayed),
                                         cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done), cmocka_unit_test(listed_by_outcome),
-                                        cmocka_unit_test(drifted), cmocka_unit_test(drifted_elsewhere), cmocka_unit_test(regretted),
+                                        cmocka_unit_test(terms_of_a_way), cmocka_unit_test(joined_by_op), cmocka_unit_test(drifted), cmocka_unit_test(drifted_elsewhere), cmocka_unit_test(regretted),
                                         cmocka_unit_test(what_cannot_be_regretted) };
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     close(fd);
