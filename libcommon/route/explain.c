@@ -150,10 +150,9 @@ static void put_missing(FILE *out, const struct pd_route_rec *r, bool remote)
 
 /* ---- in words ---- */
 
-static void put_asked(FILE *out, const struct pd_route_rec *r)
+static void put_asked(FILE *out, const struct pd_route_rec *r, const struct pd_buf *slo)
 {
     const struct pd_route_input *q = &r->input;
-    struct pd_buf slo = { 0 };
     fprintf(out, "%-10s %u tokens of prompt%s, at most %u out", "asked", q->n_tokens, q->exact ? "" : " (guessed)", q->max_tokens);
     if (q->n > 1)
         fprintf(out, " x %u", q->n);
@@ -165,9 +164,8 @@ static void put_asked(FILE *out, const struct pd_route_rec *r)
     }
     if (q->deadline_us)
         fprintf(out, ", %.1f ms of its deadline left", ms(q->deadline_us));
-    if (q->slo.n && pd_msgpack_to_json(q->slo.p, q->slo.n, &slo, NULL) == 0)
-        fprintf(out, ", SLO %.*s", (int)slo.n, (char *)slo.p);
-    pd_buf_free(&slo);
+    if (slo->n)
+        fprintf(out, ", SLO %.*s", (int)slo->n, (char *)slo->p);
     if (r->resumed)
         fprintf(out, ", goes on after %u tokens", r->resumed);
     if (q->d_given)
@@ -357,12 +355,13 @@ static void put_outcome(FILE *out, const struct pd_route_rec *r, const struct pd
     }
 }
 
-static void put_words(FILE *out, const struct pd_route_rec *r, uint32_t of, const struct pd_outcome_rec *o)
+/* slo: as JSON. */
+static void put_words(FILE *out, const struct pd_route_rec *r, uint32_t of, const struct pd_buf *slo, const struct pd_outcome_rec *o)
 {
     char at[32];
     const struct pd_route_pair *way[2] = { pd_way_best(r, false), pd_way_best(r, true) };
     fprintf(out, "run %s, decision %u of %u, %s, %.1f ms after it was accepted\n", r->run, r->attempt, of, pd_report_time(r->t_us, at), ms(r->waited_us));
-    put_asked(out, r);
+    put_asked(out, r, slo);
     if (!r->input.local && !r->input.moves)
         put_side(out, "prefill", r->p, r->n_p, r->left_p, false);
     put_side(out, "decode", r->d, r->n_d, r->left_d, true);
@@ -541,9 +540,12 @@ static int tell(struct found *f, struct pd_route_rec *r, struct pd_err *e)
 {
     FILE *out = f->o->out;
     struct pd_outcome_rec o;
+    struct pd_buf slo = { 0 };
     int rc = f->outcome.n ? pd_outcome_decode(f->outcome.p, f->outcome.n, &f->mem, &o, e) : 0;
     for (uint32_t i = 0; i < f->n && !rc; i++) {
-        if ((rc = pd_route_decode(f->decision[i].p, f->decision[i].n, &f->mem, r, e)))
+        slo.n = 0;
+        if ((rc = pd_route_decode(f->decision[i].p, f->decision[i].n, &f->mem, r, e)) ||
+            (r->input.slo.n && (rc = pd_msgpack_to_json(r->input.slo.p, r->input.slo.n, &slo, e))))
             break;
         const struct pd_outcome_rec *of = f->outcome.n && !memcmp(o.op, r->op, sizeof o.op) ? &o : NULL;
         if (f->o->json)
@@ -551,9 +553,10 @@ static int tell(struct found *f, struct pd_route_rec *r, struct pd_err *e)
         else {
             if (i)
                 putc('\n', out);
-            put_words(out, r, f->all, of);
+            put_words(out, r, f->all, &slo, of);
         }
     }
+    pd_buf_free(&slo);
     if (rc)
         return pd_err_prefix(e, "run %s", f->run);
     if (!f->o->json && !f->outcome.n)

@@ -130,7 +130,7 @@ int pd_history_end(const struct pd_report_opts *o, const struct pd_history *h, c
     int rc = pd_report_end(o, log, status, e);
     if (!rc && !h->sum.decisions)
         return pd_fail(e, PD_EFAIL, "there is no route record here: name the trace of a router (made by pd-route --trace FILE)");
-    if (!rc && h->ended && !h->sum.joined)
+    if (!rc && !h->decided && !h->sum.joined)
         return pd_fail(e, PD_EFAIL, "of %llu decision%s none has its outcome here: name the whole trace of the router that made %s", (unsigned long long)h->sum.decisions,
                        h->sum.decisions == 1 ? "" : "s", h->sum.decisions == 1 ? "it" : "them");
     return rc;

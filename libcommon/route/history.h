@@ -36,7 +36,7 @@ struct pd_history { pd_decided_fn *decided; pd_ended_fn *ended; void *ctx; struc
 int pd_history_walk(const struct pd_report_opts *o, struct pd_history *h, struct pd_log **log, struct pd_err *e);       /* *log is the caller's to free */
 /* A record that cannot be read: PD_ENOMEM stays an error, everything else is counted. */
 int pd_history_bad(struct pd_history *h, int rc, struct pd_err *e);
-/* Tells of what could not be read and of what was torn; the status under strict. */
+/* Tells of what could not be read and of what was torn; the status under strict. PD_EFAIL: no decision is here, or, of whoever only asked for ends, no end. */
 int pd_history_end(const struct pd_report_opts *o, const struct pd_history *h, const struct pd_log *log, int *status, struct pd_err *e);
 /* Run and op of either kind; false: it has none. run [PD_RUN_LEN], op [16] bytes of the record. */
 bool pd_history_key(struct pd_bin raw, struct pd_str *run, struct pd_bin *op);

@@ -5,6 +5,8 @@
 #include "choose.h"
 #include "history.h"
 
+static const double RARE = 1e-6;          /* of a way that was as rare, one run would drown all others */
+
 struct replay {
     const struct pd_review_opts *o;
     struct pd_history *h;
@@ -12,6 +14,9 @@ struct replay {
     struct pd_buf out;
     uint64_t read, changed, to[2][4] /* was, now; by enum pd_mode, then nobody */, better, worse, blind;
     double gain_us, ttft_us, better_us, worse_us;
+    /* of runs that came as they were decided: all, and those that the other policy would have sent the same way; by 1 over the chance of that choice */
+    uint64_t done, alike, drawn;
+    double took_us, weight, weighted_us;
 };
 
 static double ms(double us) { return us / 1e3; }
@@ -189,6 +194,30 @@ static void another(struct replay *p)
         fputs("; without an estimate\n", out);
 }
 
+/* Where choices were drawn, what the other policy would have done was done for some runs: the mean of what these took, each counting as many times as it was
+ * unlikely, is that of the other policy [self-normalised inverse propensity: Swaminathan, Joachims, NIPS 2015]. */
+static int tried(void *ctx, const struct pd_route_rec *r, const struct pd_outcome_rec *o, struct pd_err *e)
+{
+    struct replay *p = ctx;
+    if (!pd_way_done(r, o) || !(o->has & PD_OC_COMPLETION) || r->propensity < RARE)
+        return 0;
+    *p->now = *r;
+    snprintf(p->now->policy, sizeof p->now->policy, "%s", p->o->policy);
+    int rc = pd_choose(p->now, e);
+    if (rc)
+        return pd_history_bad(p->h, rc, e);
+    double took = (double)pd_us_of((double)o->completion_us);
+    p->done++;
+    p->drawn += r->propensity < 1;
+    p->took_us += took;
+    if (!p->now->chosen.any || !one_worker(r, p->now, true) || !one_worker(r, p->now, false))
+        return 0;
+    p->alike++;
+    p->weight += 1 / r->propensity;
+    p->weighted_us += took / r->propensity;
+    return 0;
+}
+
 /* ---- the whole log ---- */
 
 static int again(void *ctx, struct pd_bin raw, struct pd_err *e)
@@ -232,6 +261,9 @@ static void put_sum(const struct replay *p)
                 fprintf(out, "%s\"%s\":%" PRIu64, m ? "," : "", mode_name(m), p->to[k][m]);
             putc('}', out);
         }
+        if (p->drawn && p->alike)
+            fprintf(out, ",\"tried\":{\"runs\":%" PRIu64 ",\"alike\":%" PRIu64 ",\"took_ms\":%.3f,\"would_take_ms\":%.3f}", p->done, p->alike, ms(p->took_us / (double)p->done),
+                    ms(p->weighted_us / p->weight));
         fprintf(out, ",\"better\":%" PRIu64 ",\"better_ms\":%.3f,\"worse\":%" PRIu64 ",\"worse_ms\":%.3f,\"without_estimate\":%" PRIu64 ",\"gain_ms\":%.3f,\"ttft_gain_ms\":%.3f}}\n",
                 p->better, ms(p->better_us), p->worse, ms(p->worse_us), p->blind, ms(p->gain_us), ms(p->ttft_us));
         return;
@@ -244,11 +276,14 @@ static void put_sum(const struct replay *p)
         fprintf(out, "estimated at P50: completion %+.1f ms in all (%" PRIu64 " gain %.1f, %" PRIu64 " lose %.1f), TTFT %+.1f; without an estimate: %" PRIu64 "\n"
                 "each decision is taken by itself: what other choices before it would have left of queues and caches is not in it\n",
                 ms(p->gain_us), p->better, ms(p->better_us), p->worse, ms(p->worse_us), ms(p->ttft_us), p->blind);
+    if (p->drawn && p->alike)
+        fprintf(out, "measured: %" PRIu64 " of %" PRIu64 " runs were drawn to go where %s would have sent them; weighted by their chance they took %.1f ms in the mean, all %.1f\n",
+                p->alike, p->done, policy, ms(p->weighted_us / p->weight), ms(p->took_us / (double)p->done));
 }
 
 int pd_review_replay(const struct pd_review_opts *o, int *status, struct pd_err *e)
 {
-    struct pd_history h = { .decided = again };
+    struct pd_history h = { .decided = again, .ended = o->policy ? tried : NULL };
     struct replay p = { .o = o, .h = &h };
     struct pd_policy_spec spec;
     struct pd_log *log = NULL;

@@ -348,6 +348,44 @@ static void what_another_policy_would_have_done(void **state)
     assert_non_null(strstr(e.msg, "--policy: 'thresold' is not known"));
 }
 
+/* Of runs that were drawn, those that the other policy would have sent the same way stand for it. */
+static void what_was_tried(void **state)
+{
+    fresh("random");
+    int same = 0, n = 0;
+    double all = 0, weighted = 0, weight = 0;
+    for (int i = 0; i < 40; i++) {
+        scene("random");
+        r.seed = (uint64_t)i;
+        r.n_p = i % 2 ? 2 : 0;
+        decide(i);
+        just_so();
+        o.completion_us = (1000 + 10 * i) * MS;
+        ends();
+        n++;
+        all += 1000 + 10 * i;
+        assert_true(r.propensity == 1.0 / (i % 2 ? 6 : 2));
+        if (r.chosen.p < 0 && r.chosen.d == 0) {        /* as aggregated would */
+            same++;
+            weighted += (1000 + 10 * i) / r.propensity;
+            weight += 1 / r.propensity;
+        }
+    }
+    assert_true(same > 5 && same < 30);
+    decide(40);                         /* whose end is not here */
+    char want[200];
+    snprintf(want, sizeof want, "measured: %d of %d runs were drawn to go where aggregated would have sent them; weighted by their chance they took %.1f ms in the mean, all %.1f\n",
+             same, n, weighted / weight, all / n);
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .policy = "aggregated" }), 0);
+    says(want);
+    fresh("conditional");
+    decide(1);
+    just_so();
+    ends();
+    assert_int_equal(review(pd_review_replay, (struct pd_review_opts){ .policy = "aggregated" }), 0);
+    assert_null(strstr(said, "measured"));      /* nothing was drawn */
+}
+
 /* ls and stats of a router's log that has no events in it. */
 static int list(const struct pd_review_opts *opts, int *st, struct pd_err *err) { return pd_report_ls(&opts->log, st, err); }
 static int stats(const struct pd_review_opts *opts, int *st, struct pd_err *err) { return pd_report_stats(&opts->log, st, err); }
@@ -632,7 +670,7 @@ int main(void)
     pd_log_init("test", 0, true);
     const struct CMUnitTest tests[] = { cmocka_unit_test(why_in_words), cmocka_unit_test(why_as_json), cmocka_unit_test(why_there_is_no_other_way),
                                         cmocka_unit_test(why_a_run_was_decided_twice), cmocka_unit_test(why_not), cmocka_unit_test(replayed),
-                                        cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done), cmocka_unit_test(listed_by_outcome),
+                                        cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done), cmocka_unit_test(what_was_tried), cmocka_unit_test(listed_by_outcome),
                                         cmocka_unit_test(terms_of_a_way), cmocka_unit_test(joined_by_op), cmocka_unit_test(drifted), cmocka_unit_test(drifted_elsewhere), cmocka_unit_test(regretted),
                                         cmocka_unit_test(what_cannot_be_regretted) };
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
