@@ -13,12 +13,25 @@
 #include "../libcommon/wire/stream.h"
 
 static char **workers, *workers_file, *policy, *risk, *temperature, *shadow, *profile, *seed, *max_runs, *attempts, *wait_, *suspect, *gone, *key_ttl, *index_bytes, *model, *chat_template, *trace, *trace_max, *status_of;
-static int stream, early, check;
+static char *topology, *domain, *ledger, *fallback_max, *fallback_rate, *release, *reason, *router;
+static int stream, early, check, holds;
 static struct poptOption ask_options[] = {
     { "status", '\0', POPT_ARG_STRING, &status_of, 0, "print the ledger of the daemon on this socket and exit (--format msgpack: its `worker` records)",
         "ENDPOINT" },
     { "check", '\0', POPT_ARG_NONE, &check, 0, "print which prefill worker can give KV to which decode worker and exit; 3 when one has no partner", NULL },
+    { "holds", '\0', POPT_ARG_NONE, &holds, 0, "print the pairs of workers that --router has on hold, as KV failed a check, and exit", NULL },
+    { "release", '\0', POPT_ARG_STRING, &release, 0, "let KV go between them again: endpoints or names of a prefill and a decode worker, or all; with --reason", "P,D" },
+    { "reason", '\0', POPT_ARG_STRING, &reason, 0, "of --release, for the record", "TEXT" },
+    { "router", '\0', POPT_ARG_STRING, &router, 0, "of --holds and --release: which", "ENDPOINT" },
     { "workers", 'w', POPT_ARG_STRING, &workers_file, 0, "of --check: a file of `worker` records (--describe prints them)", "FILE" },
+    POPT_TABLEEND
+};
+static struct poptOption path_options[] = {
+    { "topology", '\0', POPT_ARG_STRING, &topology, 0, "where workers are and what paths are worth: pd-topology(5); read again when it changes. With --check: is it good?", "FILE" },
+    { "domain", '\0', POPT_ARG_STRING, &domain, 0, "how near the two workers of a run have to be: any, or require: or prefer: with local, nvlink, pcie, rack or cross (any)", "RULE" },
+    { "ledger", '\0', POPT_ARG_STRING, &ledger, 0, "keep here what prefill workers have for others, and pairs on hold, over a restart (default: in memory)", "FILE" },
+    { "fallback-max", '\0', POPT_ARG_STRING, &fallback_max, 0, "prompts whose KV did not come that a decode worker computes at a time: tokens, or a share of those it has room for (10%)", "N|N%" },
+    { "fallback-rate", '\0', POPT_ARG_STRING, &fallback_rate, 0, "such prompts a second, over all workers (default: no limit)", "N" },
     POPT_TABLEEND
 };
 static struct poptOption options[] = {
@@ -43,6 +56,7 @@ static struct poptOption options[] = {
     { "index-bytes", '\0', POPT_ARG_STRING, &index_bytes, 0, "memory of the index of what workers hold (default 256MiB)", "SIZE" },
     { "trace", '\0', POPT_ARG_STRING, &trace, 0, "append events and routes to FILE", "FILE" },
     { "trace-max", '\0', POPT_ARG_STRING, &trace_max, 0, "begin a new trace file past this size; the old one becomes FILE.1 (default: never)", "SIZE" },
+    { NULL, '\0', POPT_ARG_INCLUDE_TABLE, path_options, 0, "Paths and fallbacks:", NULL },
     { NULL, '\0', POPT_ARG_INCLUDE_TABLE, ask_options, 0, "To ask:", NULL },
     PD_DAEMON_OPTIONS,
     PD_CLI_COMMON
@@ -81,6 +95,20 @@ static int gather(struct pd_arena *mem, struct pd_worker_rec **w, uint32_t *n, s
     return rc;
 }
 
+static int check_topology(struct pd_err *e)
+{
+    struct pd_topology *t = NULL;
+    struct pd_buf text = { 0 }, filled = { 0 };
+    int rc = pd_topology_load(topology, &t, e);
+    rc = rc ? rc : pd_topology_filled(t, &filled, e);
+    rc = rc ? rc : pd_buf_printf(&text, e, "%s: good, %u domains%s%.*s\n", topology, pd_topology_domains(t), filled.n ? "; " : "", (int)filled.n, filled.n ? (char *)filled.p : "");
+    rc = rc ? rc : pd_print_text(&text, e);
+    pd_topology_free(t);
+    pd_buf_free(&text);
+    pd_buf_free(&filled);
+    return rc;
+}
+
 static int print_matrix(struct pd_err *e)
 {
     struct pd_arena mem = { 0 };
@@ -88,8 +116,12 @@ static int print_matrix(struct pd_err *e)
     struct pd_matrix m = { 0 };
     struct pd_buf out = { 0 };
     uint32_t n = 0;
+    if (topology && (workers || workers_file))
+        return pd_fail(e, PD_EUSAGE, "--check: one at a time: --topology, or workers");
+    if (topology)
+        return check_topology(e);
     if (!workers && !workers_file)
-        return pd_fail(e, PD_EUSAGE, "--check: of which workers? (add -w FILE, or --worker unix:PATH of workers or of their router)");
+        return pd_fail(e, PD_EUSAGE, "--check: of which workers? (add -w FILE, or --worker unix:PATH of workers or of their router; or --topology FILE)");
     int rc = gather(&mem, &w, &n, e);
     rc = rc ? rc : pd_matrix_make(w, n, &m, e);
     if (rc == 0 && pd_cli.format)
@@ -142,6 +174,20 @@ static int rules(struct pd_router_opts *o, struct pd_err *e)
     return 0;
 }
 
+/* --domain and those of fallbacks. */
+static int path_opts(struct pd_router_opts *o, struct pd_err *e)
+{
+    o->topology = topology;
+    o->ledger = ledger;
+    if (domain && pd_domain_rule_parse(domain, &o->domain, e) < 0)
+        return pd_err_prefix(e, "--domain");
+    if (o->domain.how != PD_DOMAIN_ANY && !topology)
+        return pd_fail(e, PD_EUSAGE, "--domain: '%s' goes by a topology (add --topology FILE; pd-topology(5))", domain);
+    if (fallback_max && pd_limit_parse_max(fallback_max, &o->fallback, e) < 0)
+        return pd_err_prefix(e, "--fallback-max");
+    return fallback_rate && pd_limit_parse_rate(fallback_rate, &o->fallback, e) < 0 ? pd_err_prefix(e, "--fallback-rate") : 0;
+}
+
 static int serve(struct pd_err *e)
 {
     struct pd_router_opts o = { .worker = (const char *const *)workers, .policy_given = policy != NULL, .stream = stream, .early = early };
@@ -153,7 +199,7 @@ static int serve(struct pd_err *e)
     if (rc || (rc = rules(&o, e)) || (rc = a_number("--seed", seed, 0, INT64_MAX, &o.seed, e)) || (rc = a_number("--max-runs", max_runs, 1, 1000000, &runs, e)) ||
         (rc = a_number("--attempts", attempts, 1, 100, &tries, e)) || (rc = a_time("--wait", wait_, &o.wait_us, e)) ||
         (rc = a_time("--suspect-after", suspect, &o.suspect_us, e)) || (rc = a_time("--gone-after", gone, &o.gone_us, e)) ||
-        (rc = a_time("--idempotency-ttl", key_ttl, &o.key_ttl_us, e)))
+        (rc = a_time("--idempotency-ttl", key_ttl, &o.key_ttl_us, e)) || (rc = path_opts(&o, e)))
         return rc;
     if (trace_max && (pd_parse_size(trace_max, &rotate, e) < 0 || rotate < 4096))
         return pd_fail(e, PD_EUSAGE, "--trace-max: '%s' is not a size of 4KiB or more (example: --trace-max 64MiB)", trace_max);
@@ -192,8 +238,14 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "-i: nothing is read (clients come to --listen unix:PATH)");
     if (pd_cli.format && strcmp(pd_cli.format, "json") && strcmp(pd_cli.format, "msgpack"))
         return pd_fail(e, PD_EUSAGE, "--format: '%s' is unknown (json or msgpack)", pd_cli.format);
-    if ((status_of != NULL) + (check != 0) + (pd_daemon_cli.listen != NULL) > 1)
-        return pd_fail(e, PD_EUSAGE, "--status, --check and --listen exclude each other");
+    if ((status_of != NULL) + (check != 0) + (holds || release) + (pd_daemon_cli.listen != NULL) > 1)
+        return pd_fail(e, PD_EUSAGE, "--status, --check, --holds or --release, and --listen exclude each other");
+    if ((holds || release) != (router != NULL))
+        return pd_fail(e, PD_EUSAGE, router ? "--router: it is asked for --holds or --release" : "--holds, --release: of which router? (add --router unix:R)");
+    if ((release != NULL) != (reason != NULL))
+        return pd_fail(e, PD_EUSAGE, "--release and --reason go together (example: --release unix:P0,unix:D0 --reason 'cable changed' --router unix:R)");
+    if (router)
+        return pd_print_holds(router, release, reason, e);
     if (status_of)
         return pd_print_status(status_of, e);
     if (check)

@@ -25,20 +25,39 @@ struct pd_str pd_decide_domain(const struct pd_decision *o, struct pd_member *m)
     return name ? (struct pd_str){ name, strlen(name) } : m->said.domain;
 }
 
-/* One more path of the record; second: the rule prefers others, and this round heeds it. */
-static struct pd_route_path *add(struct pd_decision *o, struct pd_member *p, struct pd_member *d, bool heed)
+/* What runs took between the two domains counts for more than what is said of them; without a topology so does what a profile says. */
+static void by_experience(struct pd_decision *o, struct pd_member *p, struct pd_member *d, const char *kind, uint64_t bytes, struct pd_route_path *x)
+{
+    struct pd_spread latency = x->latency, kib_ns = x->kib_ns;
+    uint32_t at;
+    if (!o->need.learn || pd_learn_path_of(o->need.learn, pd_decide_domain(o, p), pd_decide_domain(o, d), kind, &at, NULL) < 0)
+        return;
+    pd_learn_ways(o->need.learn, at, bytes, o->need.now_us, x);
+    if (!(x->latency.marks & PD_SPREAD_COLD) || !pd_paths_topology(o->need.paths))
+        return;
+    x->latency = latency;
+    x->kib_ns = kib_ns;
+}
+
+/* One more path of the record: that of a pair, or of its domains, whatever this pair has been through. heed: what the rule would rather not have is excluded. */
+static struct pd_route_path *add(struct pd_decision *o, struct pd_member *p, struct pd_member *d, bool pair, bool heed)
 {
     struct pd_route_rec *r = &o->rec;
     struct pd_path_view v;
     uint64_t bytes = (uint64_t)r->input.n_tokens * r->input.kv_bytes;
-    const struct pd_path_end *a = pd_decide_end(o, p), *b = pd_decide_end(o, d);
+    struct pd_path_end a = *pd_decide_end(o, p), b = *pd_decide_end(o, d);
     struct pd_route_path *x = &o->paths[r->n_paths];
     char *words = o->words[r->n_paths++];
-    pd_paths_view(o->need.paths, a, b, bytes ? bytes : GUESS_BYTES, o->need.now_us, &v);
+    if (!pair) {
+        a.key = b.key = 0;
+        a.at = b.at = NULL;
+    }
+    pd_paths_view(o->need.paths, &a, &b, bytes ? bytes : GUESS_BYTES, o->need.now_us, &v);
     const char *kind = pd_near_names[v.near], *state = pd_path_state(&v, o->need.now_us);
     *x = (struct pd_route_path){ .p = -1, .d = -1, .from = -1, .to = -1, .kind = { kind, strlen(kind) }, .latency = spread(v.latency, 0), .kib_ns = spread(v.kib_ns, 0),
         .sync = spread(v.sync, 0), .active = v.active, .penalty_us = (int64_t)(v.penalty_us < (double)PD_US_MOST ? v.penalty_us : (double)PD_US_MOST),
         .age_us = v.age_us > 0 ? v.age_us : 0, .breaker = { state, state ? strlen(state) : 0 } };
+    by_experience(o, p, d, kind, bytes, x);
     x->x = v.x == PD_PATH_HOLD ? PD_X_HOLD : v.x == PD_PATH_BREAKER ? PD_X_PATH : v.x == PD_PATH_DOMAIN || (v.second && heed) ? PD_X_DOMAIN : PD_X_NO;
     if (!x->x)
         return x;
@@ -76,7 +95,7 @@ static void special(struct pd_decision *o, bool heed)
         int32_t p = row_of(o, o->p_row, o->n_p, pair[i].p), d = p < 0 ? -1 : row_of(o, o->d_row, o->n_d, pair[i].d);
         if (d < 0)
             continue;
-        struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, heed);
+        struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, true, heed);
         x->p = p;
         x->d = d;
         done++;
@@ -155,7 +174,7 @@ void pd_decide_paths(struct pd_decision *o, bool heed)
                     continue;
                 if (pd_paths_near(o->need.paths, pd_decide_end(o, from[i]), pd_decide_end(o, to[k])) != (enum pd_near)near)
                     continue;
-                struct pd_route_path *x = add(o, from[i], to[k], heed);
+                struct pd_route_path *x = add(o, from[i], to[k], false, heed);
                 x->from = (int32_t)i;
                 x->to = (int32_t)k;
             }

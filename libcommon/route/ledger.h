@@ -25,7 +25,7 @@ struct pd_ledger_item {                 /* of the ledger; its strings too */
     const char *p, *d;                  /* where they listen */
     uint64_t tokens, blocks, bytes;     /* bytes: of KV, once it is published */
     int64_t t_us;                       /* wall: when it was given */
-    bool published, left /* by a former life */;
+    bool published, left /* by a former life */, found; uint8_t user;    /* found, user: the caller's */
 };
 struct pd_ledger_hold { struct pd_node node; const char *p, *d; char *cause; int64_t t_us; };
 

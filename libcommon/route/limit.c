@@ -96,7 +96,8 @@ enum pd_limited pd_limit_judge(struct pd_limit *l, const struct pd_limit_case *c
     int64_t wait_us = l->o.wait_us ? l->o.wait_us : 10000000, by_rate = 0, by_room = c->fits ? 0 : until_room(l, c);
     if (l->o.rate > 0) {
         fill(l, c->now_us);
-        by_rate = l->bucket < 1 ? (int64_t)((1 - l->bucket) / l->o.rate * 1e6) + 1 : 0;
+        double lacks = 1 + c->runs_ahead - l->bucket;
+        by_rate = lacks > 0 ? (int64_t)(lacks / l->o.rate * 1e6) + 1 : 0;
     }
     int64_t wait = by_rate > by_room ? by_rate : by_room, retry = wait > RETRY_LEAST ? wait : RETRY_LEAST;
     *retry_after_us = retry < RETRY_MOST ? retry : RETRY_MOST;

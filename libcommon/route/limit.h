@@ -34,7 +34,7 @@ void pd_limit_end(struct pd_limit *l, struct pd_limit_load *w, uint64_t tokens, 
 
 struct pd_limit_case {
     int64_t now_us, deadline_us /* 0: none */, waited_us, need_us /* what computing it is thought to take; 0: not known */;
-    uint64_t tokens_ahead;      /* of those that wait before it */
+    uint64_t tokens_ahead; uint32_t runs_ahead;         /* of those that wait before it */
     uint32_t workers;           /* that could have it */
     bool fits;                  /* at one of them */
     bool had_one;               /* this run has fallen back before */

@@ -3,7 +3,7 @@
 #include "../trace/keyed.h"
 #include "path.h"
 
-static const double EWMA = 0.1, LEAST_RATE = 1e-3;
+static const double EWMA = 0.1, LEAST_RATE = 1e-3, UNEASY = 0.05 /* share of failures from which on a pair is told apart */;
 static const double edge[PD_BANDS - 1] = { 64 << 10, 1 << 20, 16 << 20 };       /* bytes */
 enum { LOOK = 64 };             /* pairs looked at for one that can be forgotten */
 
@@ -22,7 +22,7 @@ struct pd_paths {
     const struct pd_topology *topology;
     struct pd_keyed pairs, learnt;
     struct learnt of_class[PD_NEAR_N];
-    uint32_t turn, tripped /* pairs whose breaker is not closed */;
+    uint32_t turn, tripped, uneasy;     /* pairs whose breaker is not closed; those, and the ones that fail now and then */
 };
 
 /* ---- what is learnt ---- */
@@ -134,6 +134,8 @@ static struct pair *pair_of(const struct pd_paths *x, const struct pd_path_end *
     return pd_keyed_find(&x->pairs, key, sizeof key);
 }
 
+static bool tripped(const struct pair *r) { return r->breaker.state != PD_BREAKER_CLOSED; }
+static bool uneasy(const struct pair *r) { return tripped(r) || r->failing > UNEASY; }
 static bool forgettable(const struct pair *r) { return !r->active && r->breaker.state == PD_BREAKER_CLOSED; }
 
 static struct pair *pair_keep(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, enum pd_near near)
@@ -150,6 +152,7 @@ static struct pair *pair_keep(struct pd_paths *x, const struct pd_path_end *p, c
             n = n->next;
         if (!n || !forgettable((struct pair *)n))
             return NULL;
+        x->uneasy -= uneasy((struct pair *)n);
         pd_keyed_remove(&x->pairs, n);
         pd_free(n);
     }
@@ -236,8 +239,6 @@ const char *pd_path_state(const struct pd_path_view *v, int64_t now_us)
 
 /* ---- what happens on it ---- */
 
-static bool tripped(const struct pair *r) { return r->breaker.state != PD_BREAKER_CLOSED; }
-
 struct pd_path_ticket pd_paths_begin(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, int64_t now_us)
 {
     const struct pd_way *w = way_of(x, p, d);
@@ -252,31 +253,39 @@ struct pd_path_ticket pd_paths_begin(struct pd_paths *x, const struct pd_path_en
 
 static void mean(double *m, double v) { *m += EWMA * (v - *m); }
 
+void pd_paths_took(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, struct pd_path_ticket t, uint64_t bytes, int64_t us, int64_t now_us)
+{
+    struct pair *r = pair_of(x, p, d, (enum pd_near)t.near);
+    struct learnt *own = learnt_of(x, p, d);
+    const double in[] = { 1, (double)bytes };
+    struct pd_path_view v;
+    pd_paths_view(x, p, d, bytes, now_us, &v);
+    double most = v.latency.p95 + v.kib_ns.p95 * in[1] / 1024000;
+    if (r)
+        mean(&r->health, (double)us <= most ? 1 : most / (double)us);
+    if (own)
+        pd_term_learn(&own->move, in, (double)us, now_us);
+    pd_term_learn(&x->of_class[t.near].move, in, (double)us, now_us);
+}
+
 bool pd_paths_end(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, struct pd_path_ticket t, enum pd_went went, const char *cause,
                   uint64_t bytes, int64_t us, int64_t now_us)
 {
     struct pair *r = pair_of(x, p, d, (enum pd_near)t.near);
     struct learnt *own = learnt_of(x, p, d);
-    const double in[] = { 1, bytes ? (double)bytes : 1 };
     if (own)
         own->active -= own->active > 0;
     if (!r)
         return false;
+    bool was = tripped(r), was_uneasy = uneasy(r);
     r->active -= r->active > 0;
     if (went == PD_WENT_WELL) {
-        double on_time = 1;
-        if (bytes && us > 0) {
-            struct pd_path_view v;
-            pd_paths_view(x, p, d, bytes, now_us, &v);
-            double most = v.latency.p95 + v.kib_ns.p95 * in[1] / 1024000;
-            on_time = (double)us <= most ? 1 : most / (double)us;
-            if (own)
-                pd_term_learn(&own->move, in, (double)us, now_us);
-            pd_term_learn(&x->of_class[t.near].move, in, (double)us, now_us);
-        }
         r->last_us = now_us;
-        mean(&r->health, on_time);
         mean(&r->failing, 0);
+        if (bytes && us > 0)
+            pd_paths_took(x, p, d, t, bytes, us, now_us);
+        else
+            mean(&r->health, 1);
     } else if (went == PD_WENT_WRONG) {
         r->last_us = now_us;
         mean(&r->health, 0);
@@ -284,8 +293,9 @@ bool pd_paths_end(struct pd_paths *x, const struct pd_path_end *p, const struct 
         if (us > 0)
             r->lost_us = r->lost_us > 0 ? r->lost_us + 3 * EWMA * ((double)us - r->lost_us) : (double)us;
     }
-    bool was = tripped(r), turned = pd_breaker_end(&r->breaker, &x->o.breaker, t.turn, went, cause, now_us);
+    bool turned = pd_breaker_end(&r->breaker, &x->o.breaker, t.turn, went, cause, now_us);
     x->tripped += (uint32_t)tripped(r) - was;
+    x->uneasy += (uint32_t)uneasy(r) - was_uneasy;
     return turned;
 }
 
@@ -304,6 +314,7 @@ void pd_paths_trip(struct pd_paths *x, const struct pd_path_end *p, const struct
     struct pair *r = pair_keep(x, p, d, way_of(x, p, d)->near);
     if (r) {
         x->tripped += !tripped(r);
+        x->uneasy += !uneasy(r);
         pd_breaker_trip(&r->breaker, &x->o.breaker, cause, now_us);
     }
 }
@@ -332,15 +343,16 @@ uint32_t pd_paths_special(const struct pd_paths *x, int64_t now_us, struct pd_pa
     uint32_t n = 0;
     for (const struct pd_ledger_hold *h = x->o.ledger ? pd_ledger_first_hold(x->o.ledger) : NULL; h; h = (void *)h->node.next)
         add_special(out, most, &n, pd_xxh3(h->p, strlen(h->p), 0), pd_xxh3(h->d, strlen(h->d), 0));
-    for (const struct pd_node *i = x->tripped ? x->pairs.first : NULL; i; i = i->next) {
+    for (const struct pd_node *i = x->uneasy ? x->pairs.first : NULL; i; i = i->next) {
         const struct pair *r = (const struct pair *)i;
-        if (tripped(r))
+        if (uneasy(r))
             add_special(out, most, &n, r->p, r->d);
     }
     return n;
 }
 
 bool pd_paths_prefer(const struct pd_paths *x) { return x->o.rule.how == PD_DOMAIN_PREFER; }
+uint32_t pd_paths_breakers(const struct pd_paths *x) { return x->tripped; }
 uint32_t pd_paths_turn(const struct pd_paths *x) { return x->turn; }
 const struct pd_topology *pd_paths_topology(const struct pd_paths *x) { return x->topology; }
 

@@ -62,17 +62,20 @@ void pd_paths_view(struct pd_paths *x, const struct pd_path_end *p, const struct
 const char *pd_path_text(const struct pd_paths *x, const struct pd_path_view *v, int64_t now_us, char *out, size_t cap);
 const char *pd_path_state(const struct pd_path_view *v, int64_t now_us);
 
-/* A transfer goes, and ends. bytes, us: of one that went well, how much in which time; of one that did not, us is the time lost; 0: not known. */
+/* A transfer goes, and ends. bytes, us: of one that went well, how much in which time, 0: not known, or told by pd_paths_took; of one that did not, us is the time
+ * lost. */
 struct pd_path_ticket { uint32_t turn; uint8_t near; };
 struct pd_path_ticket pd_paths_begin(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, int64_t now_us);
 /* true: its breaker opened or closed. */
 bool pd_paths_end(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, struct pd_path_ticket t, enum pd_went went, const char *cause,
                   uint64_t bytes, int64_t us, int64_t now_us);
+void pd_paths_took(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, struct pd_path_ticket t, uint64_t bytes, int64_t us, int64_t now_us);
 void pd_paths_sync(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, int64_t us, int64_t now_us);
 void pd_paths_trip(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, const char *cause, int64_t now_us);
 /* This worker began a new life: its open breakers probe. */
 void pd_paths_renew(struct pd_paths *x, const struct pd_path_end *w, int64_t now_us);
-/* Pairs that are not as others between their domains: on hold, or with a breaker that is not closed. How many there are of them; out: the first `most`. */
+/* Pairs that are not as others between their domains: on hold, with a breaker that is not closed, or with failures now and then. How many there are of them; out: the first `most`. */
+uint32_t pd_paths_breakers(const struct pd_paths *x);  /* that are not closed */
 struct pd_path_pair { uint64_t p, d; };         /* keys of ends */
 uint32_t pd_paths_special(const struct pd_paths *x, int64_t now_us, struct pd_path_pair *out, uint32_t most);
 #endif

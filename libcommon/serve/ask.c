@@ -8,7 +8,33 @@
 #include "../wire/value.h"
 #include "ask.h"
 
-static int request(const char *at, bool follow, const char *verify, const struct pd_net *net, struct pd_endpoint *ep, struct pd_rstream **rs, struct pd_err *e)
+/* What a `status` asks for besides. */
+struct asked { bool follow, holds; const char *verify, *release, *reason; };
+
+static void pack_asked(struct pd_packer *k, const struct asked *q)
+{
+    const struct { const char *key, *v; } text[] = { { "verify", q->verify }, { "release", q->release }, { "reason", q->reason } };
+    uint32_t n = 2 + q->follow + q->holds;
+    for (int i = 0; i < 3; i++)
+        n += text[i].v != NULL;
+    msgpack_pack_map(&k->pk, n);
+    pd_pack_text(k, "pd");
+    pd_pack_text(k, "status");
+    pd_pack_text(k, "v");
+    msgpack_pack_int(&k->pk, 1);
+    for (int i = 0; i < 2; i++)
+        if (i ? q->holds : q->follow) {
+            pd_pack_text(k, i ? "holds" : "follow");
+            msgpack_pack_true(&k->pk);
+        }
+    for (int i = 0; i < 3; i++)
+        if (text[i].v) {
+            pd_pack_text(k, text[i].key);
+            pd_pack_text(k, text[i].v);
+        }
+}
+
+static int request(const char *at, const struct asked *q, const struct pd_net *net, struct pd_endpoint *ep, struct pd_rstream **rs, struct pd_err *e)
 {
     struct pd_buf b = { 0 };
     struct pd_packer k;
@@ -19,19 +45,7 @@ static int request(const char *at, bool follow, const char *verify, const struct
     if (rc < 0)
         return rc;
     pd_pack_init(&k, &b, e);
-    msgpack_pack_map(&k.pk, 2 + follow + !!verify);
-    pd_pack_text(&k, "pd");
-    pd_pack_text(&k, "status");
-    pd_pack_text(&k, "v");
-    msgpack_pack_int(&k.pk, 1);
-    if (follow) {
-        pd_pack_text(&k, "follow");
-        msgpack_pack_true(&k.pk);
-    }
-    if (verify) {
-        pd_pack_text(&k, "verify");
-        pd_pack_text(&k, verify);
-    }
+    pack_asked(&k, q);
     struct pd_rstream_opts ro = { .name = at };
     rc = k.rc ? k.rc : pd_wstream_of(ep, PD_FMT_MSGPACK, at, &ws, e);
     rc = rc ? rc : pd_wstream_put(ws, b.p, b.n, e);
@@ -69,12 +83,12 @@ static int answer(struct pd_rstream *rs, const char *at, int64_t until, struct p
     }
 }
 
-static int ask_one(const char *at, const char *verify, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
+static int ask_one(const char *at, const struct asked *q, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
 {
     struct pd_endpoint ep = { .fd = -1 };
     struct pd_rstream *rs = NULL;
     struct pd_rec rec;
-    int rc = request(at, false, verify, net, &ep, &rs, e);
+    int rc = request(at, q, net, &ep, &rs, e);
     if (rc == 0 && (rc = answer(rs, at, pd_mono_us() + net->connect_us, &rec, e)) == 1)
         rc = rec.kind == PD_K_STATUS ? pd_buf_add(out, rec.p, rec.n, e) : pd_fail(e, PD_EFAIL, "%s: it does not answer with its status", at);
     else if (rc == 0)
@@ -84,9 +98,17 @@ static int ask_one(const char *at, const char *verify, const struct pd_net *net,
     return rc;
 }
 
-int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *out, struct pd_err *e) { return ask_one(at, NULL, net, out, e); }
+int pd_ask_status(const char *at, const struct pd_net *net, struct pd_buf *out, struct pd_err *e) { return ask_one(at, &(struct asked){ 0 }, net, out, e); }
 
-int pd_ask_verify(const char *at, const char *run, const struct pd_net *net, struct pd_buf *out, struct pd_err *e) { return ask_one(at, run, net, out, e); }
+int pd_ask_verify(const char *at, const char *run, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
+{
+    return ask_one(at, &(struct asked){ .verify = run }, net, out, e);
+}
+
+int pd_ask_holds(const char *at, const char *release, const char *reason, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
+{
+    return ask_one(at, &(struct asked){ .holds = true, .release = release, .reason = reason }, net, out, e);
+}
 
 int pd_ask_workers(const char *at, const struct pd_net *net, struct pd_buf *out, struct pd_err *e)
 {
@@ -102,7 +124,7 @@ int pd_ask_workers(const char *at, const struct pd_net *net, struct pd_buf *out,
     if (rc == 0 && pd_map_find(status.p, status.n, "role", &v) == 1)
         pd_get_str(v, &role);
     bool all = pd_str_eq(role, "route");        /* a worker tells of itself for ever, a router is done when it has told of all */
-    rc = rc ? rc : request(at, true, NULL, net, &ep, &rs, e);
+    rc = rc ? rc : request(at, &(struct asked){ .follow = true }, net, &ep, &rs, e);
     while (rc == 0 && (all || !n)) {
         if ((rc = answer(rs, at, until, &rec, e)) <= 0)
             break;

@@ -4,6 +4,7 @@
 #include "../wire/endpoint.h"
 #include "../wire/frame.h"
 #include "../wire/stream.h"
+#include "../wire/value.h"
 #include "ask.h"
 
 static bool wants(const char *format) { return pd_cli.format && !strcmp(pd_cli.format, format); }
@@ -50,6 +51,37 @@ int pd_print_status(const char *at, struct pd_err *e)
         rc = pd_print_records(rec.p, rec.n, e);
     else if (rc == 0 && (rc = pd_status_text(rec.p, rec.n, &text, e)) == 0)
         rc = pd_print_text(&text, e);
+    pd_buf_free(&rec);
+    pd_buf_free(&text);
+    return rc;
+}
+
+static struct pd_str text_of(struct pd_bin map, const char *key)
+{
+    struct pd_bin v;
+    struct pd_str s;
+    return pd_map_find(map.p, map.n, key, &v) == 1 && pd_get_str(v, &s) ? s : (struct pd_str){ "-", 1 };
+}
+
+int pd_print_holds(const char *at, const char *release, const char *reason, struct pd_err *e)
+{
+    struct pd_buf rec = { 0 }, text = { 0 };
+    struct pd_bin list, v;
+    struct pd_iter it;
+    int64_t n = 0;
+    const struct pd_net *net = pd_net_cli(e);
+    int rc = !net ? e->code : pd_ask_holds(at, release, reason, net, &rec, e);
+    if (rc == PD_EUSAGE)
+        pd_err_prefix(e, "--router");
+    if (rc == 0 && release && pd_map_find(rec.p, rec.n, "released", &v) == 1 && pd_get_int(v, &n))
+        rc = pd_buf_printf(&text, e, "released %lld\n", (long long)n);
+    if (rc == 0 && pd_map_find(rec.p, rec.n, "holds", &list) == 1 && pd_iter_open(&it, list, PD_T_ARRAY))
+        while (rc == 0 && pd_iter_next(&it, &v)) {
+            struct pd_str p = text_of(v, "p"), d = text_of(v, "d"), why = text_of(v, "cause");
+            rc = pd_buf_printf(&text, e, "%.*s,%.*s  %.*s\n", (int)p.n, p.p, (int)d.n, d.p, (int)why.n, why.p);
+        }
+    if (rc == 0)
+        rc = pd_cli.format ? pd_print_records(rec.p, rec.n, e) : pd_print_text(&text, e);
     pd_buf_free(&rec);
     pd_buf_free(&text);
     return rc;

@@ -332,7 +332,9 @@ static void on_query(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
             pd_conn_put_error(c, NULL, &e, "abort");
         return;
     }
-    int rc = pd_str_eq(kind, "status") ? status_record(d, &b, &e) : pd_str_eq(kind, "cancel") ? cancel_answer(d, rec, &b, &e)
+    bool orders = pd_str_eq(kind, "status") && (pd_map_find(rec->p, rec->n, "release", &v) == 1 || pd_map_find(rec->p, rec->n, "holds", &v) == 1);
+    int rc = orders ? d->h.order ? d->h.order(d->h.ctx, rec, &b, &e) : pd_fail(&e, PD_EFAIL, "status: nothing is on hold here; this is no router")
+        : pd_str_eq(kind, "status") ? status_record(d, &b, &e) : pd_str_eq(kind, "cancel") ? cancel_answer(d, rec, &b, &e)
         : pd_fail(&e, PD_EFAIL, "this connection asks status or cancels; a record of kind '%.*s' belongs on another", (int)(kind.n < 40 ? kind.n : 40), kind.p);
     if (rc < 0 || (rc = pd_conn_put(c, b.p, b.n, &e)) == PD_EFAIL)
         pd_conn_put_error(c, NULL, &e, "abort");

@@ -40,6 +40,8 @@ struct pd_daemon_hooks {
     int (*cancel)(void *ctx, const struct pd_rec *rec, const char **state, struct pd_err *e);
     /* A `status` record with follow: true: the connection is the hook's from here on (pd_conn_handle; register.h is one). < 0: an error record. */
     int (*follow)(void *ctx, struct pd_conn *c, const struct pd_rec *rec, struct pd_err *e);
+    /* A `status` record with release or holds, of a router: the answer into *out. < 0: an error record. */
+    int (*order)(void *ctx, const struct pd_rec *rec, struct pd_buf *out, struct pd_err *e);
     /* A `status` record with verify: run. The connection is the hook's too (readback.h is one). < 0: an error record. */
     int (*verify)(void *ctx, struct pd_conn *c, struct pd_str run, struct pd_err *e);
 };

@@ -46,6 +46,7 @@ static void said(struct pd_router *r, struct pd_rt_worker *w, enum pd_rt_from fr
     pd_upstream_want(w->u, ready);
     pd_rt_text_said(r, w);
     pd_rt_feed_said(r, w, from, fresh);
+    pd_rt_paths_said(r, w, fresh);
     know_policy(r);
     pd_rt_dispatch(r);
 }
@@ -255,6 +256,7 @@ static void on_beat(void *ctx)
     int64_t now = pd_mono_us();
     pd_rt_key_sweep(r, now);
     pd_rt_feed_beat(r, now);
+    pd_rt_paths_beat(r, now);
     look_at_workers(r, now);
     for (struct pd_conn *c = pd_daemon_conns(r->d)->first; c; c = pd_conn_next(c))
         if (pd_conn_handler(c) == &follow_cb && pd_conn_open(c))
@@ -295,6 +297,7 @@ static void ledger(void *ctx, void (*put)(void *to, const char *key, int64_t val
     put(to, "fallbacks", pd_metric_value(r->m_retry[2]));
     put(to, "migrations", pd_metric_value(r->m_migrated));
     pd_rt_feed_ledger(r, put, to);
+    pd_rt_paths_ledger(r, put, to);
 }
 
 static int make_metrics(struct pd_router *r, struct pd_err *e)
@@ -353,7 +356,7 @@ int pd_router_serve(const struct pd_router_opts *o, struct pd_daemon_opts *dopts
         return rc;
     const struct pd_entry entry[] = { { NULL, &pd_rt_client_cb, r, false }, { "worker", &register_cb, r, true } };
     const struct pd_daemon_hooks hooks = { .ctx = r, .drain = on_drain, .busy = is_busy, .beat = on_beat, .ledger = ledger, .cancel = pd_rt_on_cancel,
-                                           .follow = on_follow };
+                                           .follow = on_follow, .order = pd_rt_paths_order };
     r->o = *o;
     set_defaults(r);
     r->since = pd_mono_us();
@@ -363,7 +366,7 @@ int pd_router_serve(const struct pd_router_opts *o, struct pd_daemon_opts *dopts
     if ((rc = pd_daemon_new(dopts, &hooks, &r->d, e)) < 0)
         goto out;
     r->l = pd_daemon_loop(r->d);
-    if ((rc = make_metrics(r, e)) < 0 || (rc = pd_rt_feed_new(r, o->index_bytes, e)) < 0 || (rc = pd_rt_learn_new(r, o->profile, e)) < 0 || (rc = pd_timer_new(r->l, on_sweep, r, &r->sweep, e)) < 0)
+    if ((rc = make_metrics(r, e)) < 0 || (rc = pd_rt_feed_new(r, o->index_bytes, e)) < 0 || (rc = pd_rt_learn_new(r, o->profile, e)) < 0 || (rc = pd_rt_paths_new(r, e)) < 0 || (rc = pd_timer_new(r->l, on_sweep, r, &r->sweep, e)) < 0)
         goto out;
     for (int i = 0; rc == 0 && o->worker && o->worker[i]; i++) {
         struct pd_rt_worker *w;
@@ -396,6 +399,7 @@ out:
     pd_rt_keys_free(r);
     pd_rt_feed_free(r);
     pd_rt_learn_free(r);
+    pd_rt_paths_free(r);
     pd_keyed_free(&r->runs);
     pd_timer_free(r->sweep);
     pd_seen_free(&r->seen);

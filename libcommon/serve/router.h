@@ -25,6 +25,7 @@
 #define PD_SERVE_ROUTER_H
 #include "../model/weights.h"
 #include "../route/decide.h"
+#include "../route/limit.h"
 #include "../trace/event.h"
 #include "daemon.h"
 
@@ -39,6 +40,10 @@ struct pd_router_opts {
     uint32_t max_runs;          /* taken in at once; 0: 4096 */
     int attempts;               /* of a run before its first token goes out; 0: 4 */
     int64_t wait_us, suspect_us, gone_us, key_ttl_us;   /* 0: 10 s, 3 s, 10 s, 10 min */
+    const char *topology, *ledger;      /* files; or NULL */
+    struct pd_domain_rule domain;
+    struct pd_breaker_opts breaker;
+    struct pd_limit_opts fallback;
     size_t max_record;          /* 0: 16 MiB */
     size_t index_bytes;         /* of the prefix index; 0: 256 MiB */
     const struct pd_model *model;       /* its tokenizer and chat template, for requests that bring text; or NULL */

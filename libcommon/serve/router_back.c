@@ -107,6 +107,10 @@ static void on_token(struct pd_router *r, struct pd_rt_run *run, const struct pd
     int32_t id = (int32_t)b->token;
     if (!run->sign && run->p && !run->p_done)   /* did it without the KV, or is that answer on its way? */
         run->doubt_us = pd_mono_us() + PD_RT_DOUBT_US;
+    if (!run->sign) {           /* it has the KV, or does without */
+        pd_rt_lent_read(r, run);
+        pd_rt_fall_over(r, run, true);
+    }
     run->sign = true;
     if (c->done)
         return;
@@ -188,6 +192,8 @@ static void on_result(struct pd_router *r, struct pd_rt_run *run, const struct p
     c->total = b->total > 0 && b->total < INT32_MAX ? (uint32_t)b->total : 0;
     pd_rt_learn_result(run, rec->p, rec->n);
     run->n_done++;
+    pd_rt_lent_result(r, run, rec);
+    pd_rt_fall_over(r, run, !error && !cancelled);
     run->failed |= error;
     run->cancelled |= cancelled;
     if (pd_str_eq(b->mode, "remote") && !error && !cancelled)     /* prefill has done its part, whether its answer was read yet or not */
@@ -269,11 +275,14 @@ static void on_error(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_wo
     else
         snprintf(why, sizeof why, "%.280s", er.message.p ? er.message.p : "");
     bool again = !strcmp(er.action, "reroute") || !strcmp(er.action, "retry");
+    bool far = !strcmp(er.class_, pd_code_name(PD_ENOWORKER)) || !strcmp(er.class_, pd_code_name(PD_ETIME));
     bool drains = !strcmp(er.action, "reroute"), ours = !strcmp(er.class_, pd_code_name(PD_ECANCEL)) && !run->cancelling;
     pd_arena_free(&mem);
     if (w == run->p && w != run->d) {
         if (ours)               /* the answer to our cancel of an attempt before */
             return;
+        if (far && !drains)     /* it does not reach its decode worker */
+            pd_rt_lent_went(r, run, PD_WENT_WRONG, "kv_failed", pd_mono_us());
         if (!run->p_done)
             pd_rt_p_lost(r, run, "prefill_failed", why, again);
         else
@@ -293,6 +302,10 @@ void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_r
 {
     struct brief b;
     struct pd_rt_run *run = read_brief(rec, &b) ? pd_rt_find(r, b.run.p, b.run.n) : NULL;
+    if (run && run->fall.skip && run->fall.skip_of == w) {      /* dropped there at our word; it may have the run again by now, and answers in order */
+        run->fall.skip -= rec->kind == PD_K_RESULT;
+        return;
+    }
     bool from_d = run && run->d == w, from_p = run && run->p == w;
     if (!from_d && !from_p) {   /* of a run that is over, or was given to another */
         pd_metric_add(r->m_dropped, 1);
@@ -318,7 +331,7 @@ void pd_rt_record(struct pd_router *r, struct pd_rt_worker *w, const struct pd_r
     else if (rec->kind == PD_K_ERROR && of_op(run, rec))
         on_error(r, run, w, rec);
     else if (rec->kind == PD_K_KV && from_p && !run->p_done && of_op(run, rec)) {
-        pd_member_give_back(run->p->m, run->p_share);
+        pd_rt_lent_published(r, run, rec);
         run->p_done = true;
         pd_rt_learn_published(r, run, rec, pd_mono_us());
         if (run->early && !run->sign && !run->cancelling)

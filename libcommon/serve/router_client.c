@@ -1,5 +1,6 @@
 /* The router's clients: their requests become runs, and they are sent what comes back. */
 #include <stdio.h>
+#include <sys/random.h>
 #include "../base/clock.h"
 #include "../engine/batch.h"
 #include "../engine/reply.h"
@@ -286,6 +287,8 @@ static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request
         rc = pd_buf_add(&run->id, id.p, id.n, e);
     if ((run->has_token = token.n == sizeof run->token))
         memcpy(run->token, token.p, sizeof run->token);
+    else if (r->paths.kept && getrandom(run->own_token, sizeof run->own_token, 0) != sizeof run->own_token)
+        rc = rc ? rc : pd_fail_sys(e, "no random bytes for a token");
     if (rc == 0 && keyed) {     /* what makes two requests the same */
         memcpy(name, q->run, sizeof name);
         q->run[0] = 0;

@@ -100,10 +100,31 @@ static bool tell_d(struct pd_router *r, struct pd_rt_run *run)
     return rc == 0;
 }
 
+/* Its decode worker computes as much for others as it may: it drops the run, which waits for its turn there or elsewhere. */
+static void leave_d(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
+{
+    struct pd_rt_worker *w = run->d;
+    pd_warn("run %s: %s; it waits until its prompt may be computed", run->name, why);
+    pd_rt_send_cancel(w, run, "it is done elsewhere");
+    run->fall.skip_of = w;      /* what it answers to that is about what was before */
+    run->fall.skip += run->n - run->n_done;
+    pd_rt_lent_went(r, run, PD_WENT_NOWHERE, NULL, pd_mono_us());
+    pd_rt_lent_read(r, run);
+    pd_rt_release_d(run);
+    pd_rt_falls_back(r, run, kind, why);
+    start_over(r, run);
+    pd_rt_enqueue(r, run);
+    pd_rt_dispatch(r);
+}
+
 /* Its decode worker computes the prompt. */
 static void d_alone(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
 {
     struct pd_share was = run->d_share;
+    if (!pd_rt_fall_at(r, run, run->d, pd_mono_us())) {
+        leave_d(r, run, kind, why);
+        return;
+    }
     pd_warn("run %s: %s; %s computes its prompt", run->name, why, pd_rt_name_of(run->d));
     pd_rt_falls_back(r, run, kind, why);
     run->mode = PD_MODE_LOCAL;
@@ -135,6 +156,7 @@ void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, 
             run->attempt++;
             run->p_share = pd_share_of(&run->need, run->p->m, true, false);
             pd_member_take(run->p->m, run->p_share);
+            pd_rt_lend(r, run, now);
             pd_metric_add(r->m_retry[0], 1);
             pd_rt_step(r, run, PD_ST_RETRY, why);
             pd_rt_step(r, run, PD_ST_ROUTE_SELECTED, NULL);
@@ -152,6 +174,8 @@ void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *k
 {
     enum pd_mode was = run->mode;
     char text[360];
+    pd_member_give_back(run->p->m, run->p_share);
+    run->p_share = (struct pd_share){ 0 };
     run->p = NULL;
     if (run->sign || run->n_done || run->cancelling || !run->d)
         return;
@@ -173,6 +197,8 @@ void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err
         next = p->next;
         if (run->old_p == w)
             run->old_p = NULL;
+        if (run->fall.skip_of == w)
+            run->fall.skip = 0;
         if (run->d == w) {
             snprintf(text, sizeof text, "decode worker %.100s is gone (%.200s)", pd_rt_name_of(w), why ? why->msg : "it closed the connection");
             pd_rt_d_lost(r, run, text, !drains);

@@ -1,5 +1,6 @@
 /* Inside the router, shared by its files: router.c (daemon, workers, metrics), router_run.c (a run until its end), router_back.c
- * (what workers send back), router_fail.c (when they fail it), router_feed.c (what workers hold of a prompt), router_text.c (a prompt's token ids), router_learn.c (what runs take), router_client.c (clients and what they
+ * (what workers send back), router_fail.c (when they fail it), router_feed.c (what workers hold of a prompt), router_text.c (a prompt's token ids), router_learn.c (what runs take), router_path.c
+ * (paths of KV, limits), router_left.c (what a former life left), router_client.c (clients and what they
  * are sent), router_key.c (idempotency keys). Everything is the loop thread's. */
 #ifndef PD_SERVE_ROUTER_IN_H
 #define PD_SERVE_ROUTER_IN_H
@@ -8,6 +9,7 @@
 #include "../wire/routing.h"
 #include "../wire/value.h"
 #include "router.h"
+#include "router_path.h"
 #include "router_feed.h"
 #include "router_learn.h"
 #include "upstream.h"
@@ -65,7 +67,7 @@ struct pd_rt_run {
     bool of_messages;           /* the text */
     struct pd_buf id;
     uint64_t body_hash;
-    uint8_t token[16]; bool has_token;
+    uint8_t token[16], own_token[16]; bool has_token;   /* own: of a request that brings none, when there is a ledger */
     struct pd_need need;
     struct pd_buf adapter;
     struct pd_rt_choice *choice;
@@ -85,11 +87,14 @@ struct pd_rt_run {
     uint32_t attempt, p_tries, failures, migrations;
     struct pd_tried tried[PD_RT_TRIED]; int n_tried;
     struct pd_buf fallback;     /* text, NUL-ended */
+    struct pd_rt_lent lent;
+    struct pd_rt_fall fall;
     int like; char numerics[48];        /* migration */
     struct pd_rt_hashes *hashed; uint32_t n_hashed;     /* [PD_RT_CLASSES] */
     bool delivered;             /* something went out to a client: only migration or an end may follow */
     struct pd_buf held;         /* results that go out together (n > 1) */
     struct pd_buf why;          /* the cause of its failure, for the trace */
+    int64_t retry_after_ms;     /* of its error record */
     bool failed, cancelled, cancelling;
     const char *cancel_cause;
     struct pd_rt_told told;     /* what was expected of it, and what it took */
@@ -109,6 +114,7 @@ struct pd_router {
     size_t body_bytes;                  /* of the requests in hand, and of their blocks' hashes */
     struct pd_rt_index index;
     struct pd_rt_learning learning;
+    struct pd_rt_paths paths;
     struct pd_rt_client *held, **last_held;
     struct pd_seen seen;
     struct pd_keyed keys; size_t key_bytes;

@@ -64,7 +64,7 @@ void pd_rt_learn_sent(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     snprintf(t->p, sizeof t->p, "%s", o->p ? pd_member_name(o->p) : "");
     t->has_d_class = pd_learn_class_of(l, &o->d->said, &t->d_class, NULL) == 0;
     t->has_p_class = o->p && pd_learn_class_of(l, &o->p->said, &t->p_class, NULL) == 0;
-    t->has_path = o->p && pd_learn_path_of(l, o->p->said.domain, o->d->said.domain, NULL, &t->path, NULL) == 0;
+    t->has_path = o->p && pd_learn_path_of(l, rec->domains[w->domain], rec->domains[d->domain], NULL, &t->path, NULL) == 0;
     t->tokens = w->miss_tokens;
     t->context = run->need.prompt_tokens > w->miss_tokens ? run->need.prompt_tokens - w->miss_tokens : 0;
     t->seqs = d->seqs;
@@ -228,6 +228,8 @@ static void learn(struct pd_router *r, const struct pd_rt_run *run, const struct
         judge(l, SYNC, t->sync, o->has & PD_OC_SYNC ? o->sync_us : -1);
         if (t->has_p_class && prefill > 0)
             pd_learned_prefill(&l->l, t->p_class, tokens, context, prefill, now);
+        if (t->has_path && o->has & PD_OC_TRANSFER)
+            pd_rt_lent_took(r, run, o->kv_bytes, o->transfer_us, now);
         if (t->has_path && o->has & PD_OC_TRANSFER)
             pd_learned_transfer(&l->l, t->path, o->kv_bytes, t->shared, o->transfer_us > 0 ? o->transfer_us : 1, o->has & PD_OC_SYNC ? o->sync_us : -1, now);
     } else if (t->has_d_class && prefill > 0) {

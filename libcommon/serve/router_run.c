@@ -137,7 +137,8 @@ int pd_rt_compose(struct pd_router *r, struct pd_rt_run *run, const struct pd_ro
 {
     struct pd_buf *b = &r->scratch;
     const struct pd_rt_body *body = pd_rt_body_for(run);
-    uint32_t pairs = body->pairs + 2 + (run->deadline_us > 0) + (run->timeouts.n > 0);
+    bool own_token = r->paths.kept && !run->has_token;
+    uint32_t pairs = body->pairs + 2 + (run->deadline_us > 0) + (run->timeouts.n > 0) + own_token;
     int64_t now = pd_mono_us();
     uint8_t head[3] = { 0xde, (uint8_t)(pairs >> 8), (uint8_t)pairs };
     struct pd_packer k;
@@ -154,6 +155,10 @@ int pd_rt_compose(struct pd_router *r, struct pd_rt_run *run, const struct pd_ro
     }
     if (run->timeouts.n)
         pack_timeouts(run, now, &k);
+    if (own_token) {
+        pd_pack_text(&k, "cancel_token");
+        pd_pack_bin(&k, run->own_token, sizeof run->own_token);
+    }
     pd_pack_text(&k, "route");
     return k.rc ? k.rc : pd_routing_encode(route, b, e);
 }
@@ -181,6 +186,7 @@ void pd_rt_release_d(struct pd_rt_run *run)
 {
     if (!run->d)
         return;
+    pd_rt_fall_over(run->d->r, run, false);
     pd_member_give_back(run->d->m, run->d_share);
     run->d = NULL;
 }
@@ -189,11 +195,10 @@ void pd_rt_release_p(struct pd_rt_run *run, const char *cancel)
 {
     if (!run->p)
         return;
-    if (!run->p_done) {
-        pd_member_give_back(run->p->m, run->p_share);
-        if (cancel)
-            pd_rt_send_cancel(run->p, run, cancel);
-    }
+    pd_member_give_back(run->p->m, run->p_share);
+    run->p_share = (struct pd_share){ 0 };
+    if (!run->p_done && cancel)
+        pd_rt_send_cancel(run->p, run, cancel);
     run->p = NULL;
 }
 
@@ -236,6 +241,8 @@ void pd_rt_end_run(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id 
     pd_rt_release_p(run, "the run is over");
     pd_rt_release_d(run);
     leave_old_p(run);
+    pd_rt_lent_went(r, run, PD_WENT_NOWHERE, NULL, pd_mono_us());
+    pd_rt_lent_read(r, run);
     pd_rt_key_end(r, run, state == PD_ST_COMPLETED);
     pd_rt_leave(r, run);
     pd_keyed_remove(&r->runs, run);
@@ -304,6 +311,7 @@ static void end_own(struct pd_router *r, struct pd_rt_run *run, const struct pd_
         memcpy(er.run, run->name, sizeof er.run);
         snprintf(er.class_, sizeof er.class_, "%s", pd_code_name(why->code));
         snprintf(er.action, sizeof er.action, "abort");
+        er.retry_after_ms = run->retry_after_ms;
         pd_error("run %s: %s", run->name, why->msg);
         rc = pd_error_encode(&er, &b, &e);
     }
@@ -336,6 +344,8 @@ struct pd_need pd_rt_need_of(struct pd_router *r, const struct pd_rt_run *run, i
     q.n_tried = run->n_tried;
     q.like = run->like;
     q.numerics = run->numerics;
+    q.paths = r->paths.paths;
+    q.limit = run->fall.fell && !run->delivered ? &r->paths.limit : NULL;
     return q;
 }
 
@@ -448,6 +458,8 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     pd_rt_step(r, run, PD_ST_ROUTE_SELECTED, NULL);
     pd_rt_learn_sent(r, run, now);
     pd_rt_note_route(r, run, NULL, now);
+    if (remote)
+        pd_rt_lend(r, run, now);
     struct pd_routing x = pd_rt_routing(r, run);
     if (pd_rt_compose(r, run, &x, &e) < 0) {
         pd_rt_fail(r, run, &e);
@@ -468,10 +480,38 @@ void pd_rt_falls_back(struct pd_router *r, struct pd_rt_run *run, const char *ki
     char text[360];
     snprintf(text, sizeof text, "%s: %.300s", kind, why);
     pd_rt_set_text(&run->fallback, text);
-    run->need.local = true;
+    run->need.local = run->fall.fell = true;
+    run->fall.since_us = pd_mono_us();
     pd_metric_add(r->m_retry[2], 1);
     if (!run->d)
         pd_rt_step(r, run, PD_ST_FALLBACK, text);
+}
+
+/* Too much falls back: it is told when to come again. */
+static void shed(struct pd_router *r, struct pd_rt_run *run, int64_t retry_after_us, const char *words)
+{
+    struct pd_err why;
+    run->retry_after_ms = (retry_after_us + 999) / 1000;
+    pd_fail(&why, PD_ENOWORKER, "shed: it would be computed where it is decoded (%.200s), and %s; it may be asked for again in %lld ms",
+            pd_rt_text_of(&run->fallback) ? pd_rt_text_of(&run->fallback) : "", words, (long long)run->retry_after_ms);
+    pd_metric_add(r->paths.m_shed, 1);
+    end_own(r, run, &why, "shed", PD_ST_BLOCKED, NULL);
+}
+
+/* May what was decided of a run that fell back be done? false: it waits, or has ended. */
+static bool may_fall(struct pd_router *r, struct pd_rt_run *run, int64_t now, enum pd_outcome *got)
+{
+    int64_t retry;
+    const char *why;
+    if (*got != PD_CHOSEN && *got != PD_WAIT_ROOM)
+        return true;
+    switch (pd_rt_fall_judge(r, run, now, &retry, &why)) {
+    case PD_LIMIT_GO: return true;
+    case PD_LIMIT_WAIT: run->none_since = 0; break;
+    case PD_LIMIT_SHED: shed(r, run, retry, why); break;
+    }
+    *got = PD_NO_PREFILL;       /* says nothing about runs that have not fallen back */
+    return false;
 }
 
 static enum pd_outcome try_route(struct pd_router *r, struct pd_rt_run *run, int64_t now)
@@ -489,6 +529,8 @@ static enum pd_outcome try_route(struct pd_router *r, struct pd_rt_run *run, int
         pd_decide(&r->reg, &q, &r->decision);
     }
     enum pd_outcome got = r->decision.outcome;
+    if (run->fall.fell && !run->fall.at && !run->delivered && !may_fall(r, run, now, &got))
+        return got;
     if (got == PD_CHOSEN)
         send_run(r, run, now);
     else if (got == PD_WAIT_ROOM)
@@ -520,6 +562,7 @@ void pd_rt_dispatch(struct pd_router *r)
     do {
         r->dispatch_again = false;
         int64_t now = pd_mono_us();
+        r->paths.tokens_ahead = r->paths.runs_ahead = 0;
         enum pd_outcome got, others = PD_CHOSEN;        /* what every plain run gets from now on */
         for (struct pd_rt_run *run = r->queue, *next; run; run = next) {
             next = run->next_queued;

@@ -186,7 +186,7 @@ static const struct pd_field error_field[] = {
     { "run", PD_F_RUN, 0, E(run) }, { "op", PD_F_BYTES, PD_FF_HAS, E(op), .aux = offsetof(struct pd_error_rec, has_op) },
     { "gen", PD_F_BYTES, PD_FF_HAS, E(gen), .aux = offsetof(struct pd_error_rec, has_gen) }, { "id", PD_F_ID, 0, E(id) }, { "class", PD_F_CHARS, PD_FF_REQ, E(class_) },
     { "code", PD_F_CUSTOM, PD_FF_REQ, E(code), .enc = error_enc_code, .dec = error_dec_code }, { "message", PD_F_STR, PD_FF_REQ | PD_FF_MEND, E(message) },
-    { "action", PD_F_CHARS, 0, E(action) } };
+    { "action", PD_F_CHARS, 0, E(action) }, { "retry_after_ms", PD_F_I64, PD_FF_NZ, E(retry_after_ms) } };
 static const struct pd_table error_table = { "error", error_field, sizeof error_field / sizeof *error_field, -1 };
 
 int pd_error_encode(const struct pd_error_rec *r, struct pd_buf *b, struct pd_err *e) { return pd_table_encode(&error_table, r, b, e); }

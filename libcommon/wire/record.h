@@ -145,7 +145,8 @@ struct pd_result {
     struct pd_extra extra;
 };
 
-struct pd_error_rec { char run[PD_RUN_LEN + 1]; uint8_t op[16], gen[PD_GEN_LEN]; bool has_op, has_gen; struct pd_bin id; char class_[16]; int code; struct pd_str message; char action[16]; };
+struct pd_error_rec { char run[PD_RUN_LEN + 1]; uint8_t op[16], gen[PD_GEN_LEN]; bool has_op, has_gen; struct pd_bin id; char class_[16]; int code; struct pd_str message; char action[16];
+                      int64_t retry_after_ms /* 0: not told */; };
 
 /* `event`: one step of a run's or a lease's life, or of the process's that writes (../trace/state.h). Empty strings and zero ids are left out.
  * `streaming` carries which tokens went out: `tokens` of them from position `pos` on of one choice; `completed` carries the tokens of all choices. */

@@ -208,7 +208,7 @@ for n, q, mode in ((0, S, "remote"), (0, Q, "remote"), (3, S, "local")):
 p, ds, order2 = P(serve=slow), [D(), D()], []
 r = router(workers=[p, *ds])
 c = r.client(S)
-until(lambda: p.requests)
+until(lambda: p.requests and any(w.requests for w in ds))
 first = next(w for w in ds if w.requests)
 other = next(w for w in ds if w is not first)
 p.serve = P.prefill

@@ -189,6 +189,13 @@ static void rates(void **state)
         pd_limit_begin(&l, &w[i], 1, c.now_us);
     }
     assert_int_equal(pd_limit_judge(&l, &c, &after, &why), PD_LIMIT_WAIT);
+    c.runs_ahead = 3;
+    c.waited_us = 7900000;
+    assert_int_equal(pd_limit_judge(&l, &c, &after, &why), PD_LIMIT_WAIT);
+    c.waited_us = 8100000;
+    assert_int_equal(pd_limit_judge(&l, &c, &after, &why), PD_LIMIT_SHED);
+    assert_true(after > 1990000 && after < 2010000);    /* its turn is the fourth */
+    c.runs_ahead = 0;
     c.waited_us = 9600000;
     assert_int_equal(pd_limit_judge(&l, &c, &after, &why), PD_LIMIT_SHED);
     assert_true(after > 490000 && after < 510000 && strstr(why, "rate"));

@@ -507,7 +507,7 @@ static void held_blocks_count(void **state)
 
 /* ---- paths ---- */
 
-static const char racks[] = "domain rackA rack\ndomain rackB rack\nworker unix:/p0 in rackA\nworker unix:/p1 in rackB\nworker unix:/d0 in rackA\n";
+static const char racks[] = "domain rackA rack\ndomain rackB rack\nworker unix:/p0 in rackA\nworker unix:/p1 in rackB\nworker unix:/d0 in rackA\nworker unix:/d1 in rackA\n";
 static struct pd_topology *topology;
 static struct pd_paths *paths;
 
