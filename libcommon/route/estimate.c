@@ -113,7 +113,7 @@ static void band_learn(struct pd_band *b, float ratio)
 static int size_of(const struct pd_term *t, const double *x)
 {
     int b = 0;
-    while (b < PD_BANDS - 1 && x[1] > t->edge[b])
+    while (t->fit.k > 1 && b < PD_BANDS - 1 && x[1] > t->edge[b])
         b++;
     return b;
 }

@@ -132,6 +132,24 @@ static void accidents_and_lies(void **state)
     assert_true(c.stale && c.p50 == old.p50 && c.p95 > 1.9 * old.p95);
 }
 
+/* A term of one quantity has no size: what lies behind x[0] is not looked at. */
+static void one_quantity(void **state)
+{
+    struct pd_term t;
+    const double start = 100, usual = 1, no_edge[PD_BANDS - 1] = { 1, 2, 3 };
+    double x[2] = { 1, 0 };
+    pd_term_open(&t, 1, &start, &usual, no_edge);
+    for (int i = 0; i < 200; i++) {
+        x[1] = i % 5;
+        assert_true(pd_term_learn(&t, x, 50 * noise(0.05, 0), 10));
+    }
+    struct pd_cost a = pd_term_cost(&t, x, 10, 100);
+    x[1] = 1e9;
+    struct pd_cost b = pd_term_cost(&t, x, 10, 100);
+    assert_true(a.p50 == b.p50 && a.p95 == b.p95 && !a.cold && fabs(a.p50 - 50) < 5);
+    assert_int_equal(t.band[1].n + t.band[2].n + t.band[3].n, 0);
+}
+
 static void sums(void **state)
 {
     struct pd_sum s = { 0 };
@@ -144,6 +162,6 @@ static void sums(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(from_nothing), cmocka_unit_test(follows), cmocka_unit_test(covers), cmocka_unit_test(accidents_and_lies),
-        cmocka_unit_test(sums) };
+        cmocka_unit_test(one_quantity), cmocka_unit_test(sums) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
