@@ -1,9 +1,7 @@
 #include "profile.h"
-#include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
-#include <unistd.h>
+#include "../base/infile.h"
 #include "../wire/json.h"
 #include "../wire/record.h"
 #include "../wire/value.h"
@@ -211,17 +209,7 @@ int pd_profile_parse(const char *text_, size_t n, const char *name, struct pd_pr
 int pd_profile_read(const char *file, struct pd_profile *p, struct pd_err *e)
 {
     struct pd_buf b = { 0 };
-    int fd = open(file, O_RDONLY | O_CLOEXEC), rc = fd < 0 ? pd_fail_sys(e, "%s", file) : 0;
-    ssize_t got = 1;
-    while (rc == 0 && got) {
-        rc = pd_buf_reserve(&b, 65536, e);
-        if (rc == 0 && (got = read(fd, b.p + b.n, 65536)) < 0)
-            rc = errno == EINTR ? 0 : pd_fail_sys(e, "%s", file), got = 1;
-        else if (rc == 0 && (b.n += (size_t)got) > MAX_FILE)
-            rc = pd_fail(e, PD_ECORRUPT, "%s: more than %d MiB are no profile", file, MAX_FILE >> 20);
-    }
-    if (fd >= 0)
-        close(fd);
+    int rc = pd_infile_read(file, MAX_FILE, "profile", &b, e);
     rc = rc ? rc : pd_profile_parse((const char *)b.p, b.n, file, p, e);
     pd_buf_free(&b);
     return rc;

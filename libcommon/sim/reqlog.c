@@ -1,11 +1,9 @@
 #include "reqlog.h"
-#include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <unistd.h>
 #include "../base/hash.h"
+#include "../base/infile.h"
 #include "../wire/frame.h"
 #include "../wire/json.h"
 #include "../wire/record.h"
@@ -359,17 +357,7 @@ int pd_reqlog_parse(const void *p, size_t n, const char *name, struct pd_reqlog 
 int pd_reqlog_read(const char *path, struct pd_reqlog *out, struct pd_err *e)
 {
     struct pd_buf b = { 0 };
-    int fd = open(path, O_RDONLY | O_CLOEXEC), rc = fd < 0 ? pd_fail_sys(e, "%s", path) : 0;
-    for (ssize_t got = 1; rc == 0 && got;) {
-        if ((rc = pd_buf_reserve(&b, 1 << 20, e)) < 0)
-            break;
-        if ((got = read(fd, b.p + b.n, 1 << 20)) < 0)
-            rc = errno == EINTR ? 0 : pd_fail_sys(e, "%s", path);
-        else if ((b.n += (size_t)got) > MAX_FILE)
-            rc = pd_fail(e, PD_ECORRUPT, "%s: larger than 1 GiB", path);
-    }
-    if (fd >= 0)
-        close(fd);
+    int rc = pd_infile_read(path, MAX_FILE, "log of requests", &b, e);
     rc = rc ? rc : pd_reqlog_parse(b.p, b.n, path, out, e);
     pd_buf_free(&b);
     return rc;

@@ -148,6 +148,9 @@ static void refuses(void **state)
     struct pd_profile p;
     struct pd_err e;
     assert_int_equal(pd_profile_read("/nowhere/p.json", &p, &e), PD_EFAIL);
+    assert_int_equal(pd_profile_read("/", &p, &e), PD_EFAIL);
+    assert_int_equal(pd_profile_read("/dev/zero", &p, &e), PD_ECORRUPT);
+    assert_non_null(strstr(e.msg, "more than 4194304 bytes are no profile"));
 }
 
 int main(void)
