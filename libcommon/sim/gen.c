@@ -131,7 +131,7 @@ static int classes(struct pd_traffic *t, uint32_t *n, const struct pd_reqlog *lo
 static int options(struct pd_workload_opts *o, struct pd_traffic *t, const struct pd_reqlog *log, struct pd_err *e)
 {
     int64_t count = opt.log ? INT64_MAX : COUNT, seed = 0, vocab = 0, context = 0;
-    int kind = opt.arrivals ? pd_name_of(pd_arrive_names, opt.arrivals) : opt.burstiness ? PD_ARRIVE_GAMMA : opt.on ? PD_ARRIVE_ONOFF :
+    int kind = opt.arrivals ? pd_word_find(pd_arrive_names, opt.arrivals) : opt.burstiness ? PD_ARRIVE_GAMMA : opt.on ? PD_ARRIVE_ONOFF :
                log && log->timed && !opt.rate ? PD_ARRIVE_LOG : PD_ARRIVE_POISSON;
     *o = (struct pd_workload_opts){ .rate = 1, .burstiness = 1, .time_scale = 1, .length_scale = 1, .vocab_lo = VOCAB_LO, .vocab_hi = VOCAB, .traffic = t, .log = log };
     int rc = kind < 0 ? pd_fail(e, PD_EUSAGE, "--arrivals: '%s' is not poisson, gamma, onoff, even or trace", opt.arrivals) : 0;

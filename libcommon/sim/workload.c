@@ -10,7 +10,7 @@ const char *const pd_arrive_names[] = { "poisson", "gamma", "onoff", "even", "tr
 const char *const pd_sharing_names[] = { "cold", "partial", "full", "trace", NULL };
 static const double MOST_US = 9e15;
 
-int pd_name_of(const char *const *names, const char *s)
+int pd_word_find(const char *const *names, const char *s)
 {
     for (int i = 0; names[i]; i++)
         if (!strcmp(names[i], s))
@@ -112,7 +112,7 @@ static int traffic_key(const char *key, const char *v, struct pd_traffic *t, str
     if (!strcmp(key, "isl") || !strcmp(key, "osl"))
         return pd_lens_parse(v, *key == 'i' ? &t->isl : &t->osl, e);
     if (!strcmp(key, "prefix")) {
-        if ((i = pd_name_of(pd_sharing_names, v)) < 0)
+        if ((i = pd_word_find(pd_sharing_names, v)) < 0)
             return pd_fail(e, PD_EUSAGE, "'%s' is not cold, partial, full or trace", v);
         t->prefix = (enum pd_sharing)i;
         return 0;

@@ -21,7 +21,7 @@ enum pd_arrive { PD_ARRIVE_POISSON, PD_ARRIVE_GAMMA, PD_ARRIVE_ONOFF, PD_ARRIVE_
 extern const char *const pd_arrive_names[];     /* by enum, NULL-ended; so the other two */
 enum pd_sharing { PD_SHARE_COLD, PD_SHARE_PARTIAL, PD_SHARE_FULL, PD_SHARE_LOG };
 extern const char *const pd_sharing_names[];
-int pd_name_of(const char *const *names, const char *s);        /* < 0: none of them */
+int pd_word_find(const char *const *names, const char *s);        /* < 0: none of them */
 
 enum pd_lens_kind { PD_LENS_FIXED, PD_LENS_UNIFORM, PD_LENS_LOGNORMAL, PD_LENS_LOG };
 struct pd_lens { enum pd_lens_kind kind; double a, b; };        /* a; a to b; median a, sigma of the logarithm b */
