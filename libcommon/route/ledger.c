@@ -96,6 +96,8 @@ static void count(struct pd_ledger_sum *s, const struct pd_ledger_item *i, int b
 
 static void count_all(struct pd_ledger *l, const struct pd_ledger_item *i, int by)
 {
+    if (i->taken)
+        return;
     count(&l->all, i, by);
     count(&place_at(l, i->p, NULL)->sum, i, by);
     count(&place_at(l, i->p, i->d)->sum, i, by);
@@ -238,6 +240,8 @@ static int write_anew(struct pd_ledger *l, struct pd_err *e)
         pack_give(&k, i);
         if (i->published)
             pack_publish(&k, i);
+        if (i->taken)
+            pack_named(&k, "take", i, 0);
     }
     int rc = k.rc ? k.rc : pd_outfile_open(l->path, &f, e);
     if (rc < 0) {
@@ -314,6 +318,17 @@ void pd_ledger_publish(struct pd_ledger *l, struct pd_ledger_item *i, uint64_t b
     i->published = true;
     count_all(l, i, 1);
     pack_publish(begin(l, &k), i);
+    append(l, &k);
+}
+
+void pd_ledger_take(struct pd_ledger *l, struct pd_ledger_item *i)
+{
+    struct pd_packer k;
+    if (i->taken)
+        return;
+    count_all(l, i, -1);
+    i->taken = true;
+    pack_named(begin(l, &k), "take", i, 0);
     append(l, &k);
 }
 
@@ -476,10 +491,11 @@ static int take(struct pd_ledger *l, const uint8_t *p, size_t n, struct pd_err *
             pd_ledger_publish(l, known, i.bytes);
         return 1;
     }
-    if (strcmp(what, "end"))
+    bool takes = !strcmp(what, "take");
+    if (!takes && strcmp(what, "end"))
         return 0;
     if (known)
-        pd_ledger_end(l, known);
+        takes ? pd_ledger_take(l, known) : pd_ledger_end(l, known);
     return 1;
 }
 

@@ -1,7 +1,9 @@
-/* What was handed to prefill workers and has not been read yet: runs, prompt tokens, blocks and bytes of KV, by worker and by link; and which pairs are on hold.
+/* What runs were given to workers, and of those to prefill workers what has not been read yet: prompt tokens, blocks and bytes of KV, by worker and by link; and
+ * which pairs are on hold.
  * Kept in a file, so that a router that was restarted knows what its former life left at the workers, and can have it dropped.
  *
- * An item is given when a prefill worker gets a run, published when its KV is complete there, and ends when the decode worker has read it, or it was cancelled.
+ * An item is given when a run is given to its workers (p and d are the same when one does it all), published when its KV is complete at the prefill worker, taken
+ * when the decode worker has read it or does without, and ends with the run at those workers. Only what is not taken counts in sums.
  * A pair is held from the moment its KV failed a check until a person releases it; the reason given is kept as the last word on it.
  *
  * The file (0600: it has the tokens by which runs are cancelled) is a stream of `ledger` records (pd-wire.5), each appended in one write. Opening it reads it,
@@ -25,7 +27,7 @@ struct pd_ledger_item {                 /* of the ledger; its strings too */
     const char *p, *d;                  /* where they listen */
     uint64_t tokens, blocks, bytes;     /* bytes: of KV, once it is published */
     int64_t t_us;                       /* wall: when it was given */
-    bool published, left /* by a former life */, found; uint8_t user;    /* found, user: the caller's */
+    bool published, taken, left /* by a former life */, found; uint8_t user;    /* found, user: the caller's */
 };
 struct pd_ledger_hold { struct pd_node node; const char *p, *d; char *cause; int64_t t_us; };
 
@@ -41,6 +43,7 @@ int pd_ledger_read(struct pd_ledger *l, const uint8_t *p, size_t n, uint64_t *to
 int pd_ledger_give(struct pd_ledger *l, const struct pd_ledger_item *what, struct pd_err *e);
 struct pd_ledger_item *pd_ledger_find(const struct pd_ledger *l, const char *run, uint8_t attempt);    /* NULL: it has ended */
 void pd_ledger_publish(struct pd_ledger *l, struct pd_ledger_item *i, uint64_t bytes);
+void pd_ledger_take(struct pd_ledger *l, struct pd_ledger_item *i);
 void pd_ledger_end(struct pd_ledger *l, struct pd_ledger_item *i);
 struct pd_ledger_item *pd_ledger_first(const struct pd_ledger *l);      /* in the order in which they were given: (void *)i->node.next */
 struct pd_ledger_sum pd_ledger_of(const struct pd_ledger *l, const char *p);

@@ -109,7 +109,7 @@ static void leave_d(struct pd_router *r, struct pd_rt_run *run, const char *kind
     run->fall.skip_of = w;      /* what it answers to that is about what was before */
     run->fall.skip += run->n - run->n_done;
     pd_rt_lent_went(r, run, PD_WENT_NOWHERE, NULL, pd_mono_us());
-    pd_rt_lent_read(r, run);
+    pd_rt_lent_over(r, run);
     pd_rt_release_d(run);
     pd_rt_falls_back(r, run, kind, why);
     start_over(r, run);

@@ -18,7 +18,7 @@ static struct pd_ledger_item *item_of(const struct pd_router *r, const struct pd
     return run->lent.given ? pd_ledger_find(r->paths.ledger, run->name, run->lent.attempt) : NULL;
 }
 
-static void give_up(struct pd_router *r, struct pd_rt_run *run)
+void pd_rt_lent_over(struct pd_router *r, struct pd_rt_run *run)
 {
     struct pd_ledger_item *i = item_of(r, run);
     if (i)
@@ -28,19 +28,26 @@ static void give_up(struct pd_router *r, struct pd_rt_run *run)
 
 void pd_rt_lend(struct pd_router *r, struct pd_rt_run *run, int64_t now)
 {
-    struct pd_ledger_item i = { .attempt = (uint8_t)run->attempt, .p = run->p->m->at, .d = run->d->m->at, .tokens = run->p_share.prefill_tokens,
-                                .blocks = run->p_share.blocks, .t_us = pd_wall_us() };
+    struct pd_rt_worker *p = run->p ? run->p : run->d;
+    struct pd_ledger_item i = { .attempt = (uint8_t)run->attempt, .p = p->m->at, .d = run->d->m->at, .tokens = run->p ? run->p_share.prefill_tokens : 0,
+                                .blocks = run->p ? run->p_share.blocks : 0, .t_us = pd_wall_us() };
     struct pd_err e;
     pd_rt_lent_went(r, run, PD_WENT_NOWHERE, NULL, now);
-    give_up(r, run);
+    pd_rt_lent_over(r, run);
     memcpy(i.run, run->name, sizeof i.run);
     memcpy(i.token, run->has_token ? run->token : run->own_token, sizeof i.token);
-    run->lent = (struct pd_rt_lent){ .attempt = i.attempt, .p = end_of(r, run->p), .d = end_of(r, run->d), .since_us = now };
+    run->lent = (struct pd_rt_lent){ .attempt = i.attempt, .since_us = now };
+    if ((run->lent.given = pd_ledger_give(r->paths.ledger, &i, &e) == 0) == false)
+        pd_warn("run %s: it is in no ledger: %s", run->name, e.msg);
+    if (!run->p) {
+        pd_rt_lent_read(r, run);
+        return;
+    }
+    run->lent.p = end_of(r, run->p);
+    run->lent.d = end_of(r, run->d);
     run->lent.ticket = pd_paths_begin(r->paths.paths, &run->lent.p, &run->lent.d, now);
     run->lent.on_path = true;
     run->lent.p.at = run->lent.d.at = NULL;     /* it may outlive what they point to */
-    if ((run->lent.given = pd_ledger_give(r->paths.ledger, &i, &e) == 0) == false)
-        pd_warn("run %s: it is in no ledger: %s", run->name, e.msg);
 }
 
 void pd_rt_lent_published(struct pd_router *r, struct pd_rt_run *run, const struct pd_rec *rec)
@@ -61,11 +68,13 @@ void pd_rt_lent_published(struct pd_router *r, struct pd_rt_run *run, const stru
 
 void pd_rt_lent_read(struct pd_router *r, struct pd_rt_run *run)
 {
+    struct pd_ledger_item *i = item_of(r, run);
     if (run->p && run->p_done) {
         pd_member_give_back(run->p->m, run->p_share);
         run->p_share = (struct pd_share){ 0 };
     }
-    give_up(r, run);
+    if (i)
+        pd_ledger_take(r->paths.ledger, i);
 }
 
 void pd_rt_lent_went(struct pd_router *r, struct pd_rt_run *run, enum pd_went went, const char *cause, int64_t now)

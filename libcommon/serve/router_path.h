@@ -45,10 +45,11 @@ void pd_rt_paths_ledger(const struct pd_router *r, void (*put)(void *to, const c
 /* `status` with release or holds. */
 int pd_rt_paths_order(void *ctx, const struct pd_rec *rec, struct pd_buf *out, struct pd_err *e);
 
-/* A run was given to its prefill worker; its KV is complete there (rec: the descriptor); its decode worker has it, or nobody wants it any more. */
+/* A run was given to its workers; its KV is complete at one (rec: the descriptor); the other one has it, or does without; it is over there. */
 void pd_rt_lend(struct pd_router *r, struct pd_rt_run *run, int64_t now);
 void pd_rt_lent_published(struct pd_router *r, struct pd_rt_run *run, const struct pd_rec *rec);
 void pd_rt_lent_read(struct pd_router *r, struct pd_rt_run *run);
+void pd_rt_lent_over(struct pd_router *r, struct pd_rt_run *run);
 /* Its path: by the result of its decode worker, or by what was heard otherwise. */
 void pd_rt_lent_result(struct pd_router *r, struct pd_rt_run *run, const struct pd_rec *rec);
 void pd_rt_lent_took(struct pd_router *r, const struct pd_rt_run *run, uint64_t bytes, int64_t us, int64_t now);      /* as it was measured */

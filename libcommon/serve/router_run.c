@@ -242,7 +242,7 @@ void pd_rt_end_run(struct pd_router *r, struct pd_rt_run *run, enum pd_state_id 
     pd_rt_release_d(run);
     leave_old_p(run);
     pd_rt_lent_went(r, run, PD_WENT_NOWHERE, NULL, pd_mono_us());
-    pd_rt_lent_read(r, run);
+    pd_rt_lent_over(r, run);
     pd_rt_key_end(r, run, state == PD_ST_COMPLETED);
     pd_rt_leave(r, run);
     pd_keyed_remove(&r->runs, run);
@@ -458,8 +458,7 @@ static void send_run(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     pd_rt_step(r, run, PD_ST_ROUTE_SELECTED, NULL);
     pd_rt_learn_sent(r, run, now);
     pd_rt_note_route(r, run, NULL, now);
-    if (remote)
-        pd_rt_lend(r, run, now);
+    pd_rt_lend(r, run, now);
     struct pd_routing x = pd_rt_routing(r, run);
     if (pd_rt_compose(r, run, &x, &e) < 0) {
         pd_rt_fail(r, run, &e);

@@ -56,6 +56,9 @@ static void counts(void **state)
     assert_true(pd_ledger_first(l) == a && !a->left);
     assert_int_equal(give(l, 1, "unix:p1", "unix:d0")->bytes, 0);       /* given again: the last word holds */
     assert_true(pd_ledger_of(l, "unix:p0").runs == 1 && pd_ledger_of(l, "unix:p1").runs == 2 && pd_ledger_all(l).runs == 3 && pd_ledger_all(l).bytes == 0);
+    pd_ledger_take(l, b);       /* it is known, and counts no more */
+    pd_ledger_take(l, b);
+    assert_true(pd_ledger_of(l, "unix:p0").runs == 0 && pd_ledger_all(l).runs == 2 && pd_ledger_find(l, b->run, 1) == b);
     pd_ledger_end(l, b);
     pd_ledger_end(l, c);
     pd_ledger_end(l, pd_ledger_find(l, item(1, "", "").run, 1));
@@ -72,6 +75,7 @@ static void a_restart_knows(void **state)
     struct pd_ledger *l = open_it(path);
     give(l, 1, "unix:p0", "unix:d0");
     pd_ledger_publish(l, give(l, 2, "unix:p0", "unix:d1"), 4096);
+    pd_ledger_take(l, give(l, 4, "unix:d1", "unix:d1"));
     pd_ledger_end(l, give(l, 3, "unix:p0", "unix:d1"));
     assert_int_equal(pd_ledger_hold(l, "unix:p0", "unix:d0", "integrity: block 3", 77, &e), 0);
     assert_int_equal(pd_ledger_hold(l, "unix:p0", "unix:d1", "integrity: block 4", 78, &e), 0);
@@ -82,7 +86,7 @@ static void a_restart_knows(void **state)
     pd_ledger_free(l);          /* as if killed: nothing is written at the end */
     for (int life = 0; life < 3; life++) {
         l = open_it(path);
-        assert_true(was.left == 2 && was.holds == 1 && was.torn == 0);
+        assert_true(was.left == 3 && was.holds == 1 && was.torn == 0 && pd_ledger_all(l).runs == 2 && pd_ledger_all(l).blocks == 14);
         const struct pd_ledger_item *a = pd_ledger_first(l), *b = (void *)a->node.next;
         assert_true(a->left && !a->published && a->t_us == 1001 && a->tokens == 100 && a->blocks == 7 && a->token[5] == 1 && !strcmp(a->p, "unix:p0"));
         assert_true(b->left && b->published && b->bytes == 4096 && !strcmp(b->d, "unix:d1"));
