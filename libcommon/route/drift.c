@@ -127,7 +127,7 @@ static struct figure figure(const struct drift *x, size_t from, size_t to, int t
             continue;
         double took = (double)s->took[term], want = (double)s->p50[term];
         error[f.n++] = (float)(fabs(took - want) / (took > terms[term].small ? took : terms[term].small));
-        if (want > terms[term].small)
+        if (want > 0)
             ratio[ratios++] = (float)(took / want);
         f.within += s->took[term] <= s->p95[term];
         f.near += took <= (double)s->p95[term] + small;
