@@ -89,6 +89,9 @@ def scores():
     s = score(out, "--requests", reqs, "--slo", "ttft=30s")
     ok(s.get("basis") == "reported" and s["requests"] == s["ended"] == 12 and s["figures"]["ttft"]["formula"] == "first-accepted" and s["figures"]["ttft"]["n"] == 12
        and s["figures"]["itl"]["n"] == 36 and s["met"] == 12 and s["output_tokens"] == 48 and s["mode"] == {"remote": 12} and s["span_s"] == 0, "a pipeline that is not paced: as reported", s)
+    out = run([f"{B}/bin/pd-kvsend", "-i", "-", "-o", "-"], run(prefill(), req).stdout)
+    s = score(run(decode(), out.stdout).stdout, "--requests", reqs)
+    ok(out.returncode == 0 and s.get("ended") == 12 and s["mode"] == {"remote": 12} and s["kv_bytes"] > 0 and s["transferred_tokens"] == s["prompt_tokens"] > 0, "with pd-kvsend between", (out.stderr, s))
     half = results(run(decode("--format", "json"), run(prefill(), req).stdout).stdout)[:6]
     s = score(tap.lines(half), "--requests", reqs, "--slo", "ttft=30s")
     ok(s.get("requests") == 12 and s["unanswered"] == 6 and s["with_slo"] == 12 and s["met"] == 6, "what nobody answered is in the denominator", s)
