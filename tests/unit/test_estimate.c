@@ -123,6 +123,8 @@ static void accidents_and_lies(void **state)
     assert_false(pd_term_learn(&t, x, NAN, 11) || pd_term_learn(&t, x, INFINITY, 11) || pd_term_learn(&t, x, 0, 11) || pd_term_learn(&t, x, -5, 11));
     x[1] = NAN;
     assert_false(pd_term_learn(&t, x, 100, 11));
+    x[1] = -1;
+    assert_false(pd_term_learn(&t, x, 100, 11));
     assert_memory_equal(&t, &was, sizeof t);
     struct pd_cost old;
     inputs(512, 0, x);
@@ -150,6 +152,114 @@ static void one_quantity(void **state)
     assert_int_equal(t.band[1].n + t.band[2].n + t.band[3].n, 0);
 }
 
+/* What a band needs before it is believed, and what stands in for it until then. */
+static void cold_at_first(void **state)
+{
+    static const double start[] = { 100, 2, 0 };
+    struct pd_term t;
+    double x[3];
+    pd_term_open(&t, 3, start, typical, edge);
+    inputs(100, 0, x);
+    struct pd_cost c = pd_term_cost(&t, x, 0, 1);
+    assert_true(c.cold && c.p50 == 300 && c.p95 >= 2 * c.p50);          /* as it was told to begin, and wide */
+    pd_term_open(&t, 3, zero, typical, edge);
+    assert_true(pd_term_cost(&t, x, 0, 1).p50 > 0);                     /* nothing is free: a ratio to it would mean nothing */
+    assert_true(pd_term_coverage(&t) == 1);
+    for (int i = 0; i < 21; i++) {      /* the first has nothing that it could be compared with */
+        assert_true(pd_term_steps(&t) == (uint64_t)(i > 1 ? i - 1 : 0) && pd_term_cost(&t, x, 0, 1).cold);
+        pd_term_learn(&t, x, 1000 * noise(0.2, 0), 10);
+    }
+    assert_false(pd_term_cost(&t, x, 0, 1).cold);
+    assert_true(t.all.q95 == t.all.sorted[19]);         /* of twenty, the greatest: the next one is below it in 20 of 21 cases */
+    inputs(4000, 0, x);
+    assert_false(pd_term_cost(&t, x, 0, 1).cold);       /* of a size that was never met: by all sizes */
+    inputs(128, 0, x);
+    pd_term_learn(&t, x, 1000, 10);
+    assert_true(t.band[0].n == 21 && t.all.n == 21);    /* an edge is of the band below it */
+}
+
+/* Sizes that the formula does not fit have bands of their own, whose middle mends it; the P95 of each is judged apart. */
+static void bands_mend_the_formula(void **state)
+{
+    struct pd_term t;
+    double x[3];
+    pd_term_open(&t, 3, zero, typical, edge);
+    for (int i = 0; i < 4000; i++) {
+        double n = some_n();
+        inputs(n, 0, x);
+        pd_term_learn(&t, x, machine(n, 0, n <= 128 ? 1 : n <= 512 ? 1.8 : 0.8) * noise(0.05, 0), 10);
+    }
+    for (double n = 40; n < 4000; n *= 2.2) {
+        inputs(n, 0, x);
+        assert_true(fabs(pd_term_cost(&t, x, 10, 1).p50 / machine(n, 0, n <= 128 ? 1 : n <= 512 ? 1.8 : 0.8) - 1) < 0.25);
+    }
+    t.band[3].covered = 0;              /* as if it had always been wrong */
+    double judged = 0, covered = 0;
+    for (int b = 0; b < PD_BANDS; b++) {
+        judged += (double)t.band[b].judged;
+        covered += (double)t.band[b].covered;
+        assert_true(t.band[b].judged > 200);
+    }
+    assert_true(covered / judged < 0.9 && pd_term_coverage(&t) == covered / judged);
+}
+
+/* The fit alone, which bands would hide: it follows, it is no slave of the last steps, and no coefficient is negative. */
+static double fit_of(const struct pd_term *t, double n)
+{
+    double x[3], y = 0;
+    inputs(n, 0, x);
+    for (int i = 0; i < 3; i++)
+        y += t->fit.theta[i] * x[i];
+    return y;
+}
+
+static void the_fit_itself(void **state)
+{
+    struct pd_term t;
+    double x[3], worst = 0;
+    pd_term_open(&t, 3, zero, typical, edge);
+    for (int i = 0; i < 6000; i++) {
+        double n = some_n();
+        inputs(n, 0, x);
+        pd_term_learn(&t, x, machine(n, 0, i < 3000 ? 1 : 2.5) * noise(0.3, 0), 10);
+        for (double m = 100; i > 4500 && m < 4000; m *= 3)
+            worst = fmax(worst, fabs(fit_of(&t, m) / machine(m, 0, 2.5 * exp(0.3 * 0.3 / 2)) - 1));
+        for (int k = 0; k < 3; k++)
+            assert_true(t.fit.theta[k] >= 0);
+    }
+    assert_true(worst > 0.02 && worst < 0.3);
+    inputs(64, 0, x);
+    for (int i = 0; i < 20000; i++)     /* always the same: what it tells nothing of is not forgotten */
+        pd_term_learn(&t, x, 20000 * noise(0.1, 0), 10);
+    double trace = t.fit.cov[0][0] + t.fit.cov[1][1] + t.fit.cov[2][2];
+    assert_true(trace < 1.1e4 && fit_of(&t, 2048) > machine(2048, 0, 2.5) / 4 && fit_of(&t, 2048) < 4 * machine(2048, 0, 2.5));
+    pd_term_open(&t, 3, zero, typical, edge);
+    for (int i = 0; i < 500; i++) {     /* a machine that takes less for more */
+        inputs(some_n(), 0, x);
+        pd_term_learn(&t, x, 50000 / (1 + x[1] / 100), 10);
+        assert_true(t.fit.theta[0] >= 0 && t.fit.theta[1] >= 0 && t.fit.theta[2] >= 0);
+    }
+}
+
+/* The rank of P95 stays one, however long it was always right or always wrong. */
+static void the_rank_stays_in_its_range(void **state)
+{
+    struct pd_term t;
+    double x[3], y = 1000;
+    pd_term_open(&t, 3, zero, typical, edge);
+    inputs(64, 0, x);
+    for (int i = 0; i < 3000; i++) {
+        pd_term_learn(&t, x, 1000, 10);
+        assert_true(t.band[0].miss >= 0 && t.band[0].miss <= 0.5);
+    }
+    assert_true(t.band[0].miss > 0.4 && fabs(pd_term_cost(&t, x, 10, 1).p95 / 1000 - 1) < 1e-3);
+    for (int i = 0; i < 3000 && y < 1e12; i++) {
+        pd_term_learn(&t, x, y *= 1.02, 10);
+        assert_true(t.band[0].miss >= 0 && t.band[0].miss <= 0.5);
+    }
+    assert_true(t.band[0].miss < 0.01);
+}
+
 static void sums(void **state)
 {
     struct pd_sum s = { 0 };
@@ -157,11 +267,15 @@ static void sums(void **state)
     pd_sum_add(&s, (struct pd_cost){ 10, 50, true, false });
     struct pd_cost c = pd_sum_cost(&s);
     assert_true(c.p50 == 110 && fabs(c.p95 - 160) < 1e-9 && c.cold && !c.stale);
+    pd_sum_add(&s, (struct pd_cost){ 1, 1, false, true });
+    pd_sum_add(&s, (struct pd_cost){ 1, 1, false, false });
+    assert_true(pd_sum_cost(&s).cold && pd_sum_cost(&s).stale);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(from_nothing), cmocka_unit_test(follows), cmocka_unit_test(covers), cmocka_unit_test(accidents_and_lies),
-        cmocka_unit_test(one_quantity), cmocka_unit_test(sums) };
+        cmocka_unit_test(one_quantity), cmocka_unit_test(sums), cmocka_unit_test(cold_at_first), cmocka_unit_test(bands_mend_the_formula), cmocka_unit_test(the_fit_itself),
+        cmocka_unit_test(the_rank_stays_in_its_range) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
