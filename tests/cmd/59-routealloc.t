@@ -18,7 +18,7 @@ except ImportError:             # the environment of the tests has it
     os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
 
 import tap
-from fake import Decode, Prefill, Router, results, right, tokens, tokens_of, until
+from fake import Decode, Holder, Prefill, Router, results, right, tokens, tokens_of, until
 from tap import B, ok, run
 
 tmp = tempfile.TemporaryDirectory()
@@ -38,6 +38,7 @@ def request(no, **kw):
 
 MANY = [request(1), request(2, n=3), request(3, prompt="refused", stream=False), request(4, prompt="moves", logprobs=True),
         request(5, deadline_ms=20000, timeouts_ms={"queue": 19000, "first_token": 20000}), request(6, adapter="x"), request(7, max_tokens=0)]
+MANY += [{k: v for k, v in request(8, token_ids=list(range(1, 60))).items() if k != "prompt"}]
 KEYED, JOINS, AGAIN = [request(n, prompt="keyed", idempotency_key="k", run=request(10)["run"]) for n in (10, 11, 12)]
 TEXT = request(20)
 HELD, TOLD = request(30, prompt="held", cancel_token=TOKEN), request(31, prompt="held")
@@ -46,15 +47,27 @@ OTHER_ENDS = {6: "error", 7: "error", 30: "cancelled", 31: "cancelled"}
 
 
 def prefill(self, c, req):
-    self.error(c, req, "retry") if req["prompt"] == "refused" else self.prefill(c, req)
+    self.error(c, req, "retry") if req.get("prompt") == "refused" else self.prefill(c, req)
+
+
+class P(Holder, Prefill):
+    """Publishes what it holds, and loses an event."""
+
+    def on_events(self, c, r):
+        super().on_events(c, r)
+        self.store(MANY[-1]["token_ids"])
+        self.remove(MANY[-1]["token_ids"], 2)
+        if len(self.asked) == 1:
+            self.change += 1
+            self.store([9] * 40)
 
 
 class D(Decode):
     def decode(self, c, req):
-        if req["prompt"] == "moves" and not req["route"].get("resume"):
+        if req.get("prompt") == "moves" and not req["route"].get("resume"):
             self.whole(c, req, until=2, results=False)
             self.die()
-        elif req["prompt"] != "held":
+        elif req.get("prompt") != "held":
             super().decode(c, req)
 
     def on_cancel(self, c, r):
@@ -125,7 +138,7 @@ def one(when):
     global turn
     turn += 1
     at = lambda name: os.path.join(tmp.name, f"{name}{turn}")
-    workers = [Prefill(at("p"), serve=prefill, beat=0.3), Prefill(at("q"), serve=prefill, beat=0.3), *[D(at(x), beat=0.3, serve=D.decode) for x in "def"]]
+    workers = [P(at("p"), serve=prefill, beat=0.3), Prefill(at("q"), serve=prefill, beat=0.3), *[D(at(x), beat=0.3, serve=D.decode) for x in "def"]]
     decoders = workers[2:]
     r = Router(at("r"), "--wait", "3s", workers=workers, build=FAULT, env={"PD_FAULT": f"malloc:fail:{when}", "PD_FAULT_COUNT": count})
     try:

@@ -332,8 +332,12 @@ class Router:
     def dial(self):
         s = socket.socket(socket.AF_UNIX)
         s.settimeout(30)
-        s.connect(self.path)
-        return s
+        while True:
+            try:
+                s.connect(self.path)
+                return s
+            except BlockingIOError:     # its queue is full; a socket with a timeout does not wait for it
+                time.sleep(0.002)
 
     def client(self, *records):
         c = Conn(self.dial())
