@@ -190,7 +190,7 @@ static int give_up(struct load *l, struct job *j, const struct pd_err *why)
     struct pd_buf b = { 0 };
     memcpy(q.run, j->run, sizeof q.run);
     *l->status = pd_exit_worse(*l->status, why->code);
-    int rc = pd_refusal_encode(&q, why, "given up by the client", &as, &b, l->e);
+    int rc = pd_refusal_encode(&q, why, "gave up", &as, &b, l->e);
     for (size_t at = 0, n; rc == 0 && at < b.n && (n = pd_value_len(b.p + at, b.n - at)); at += n)
         rc = pd_kind_of(b.p + at, n) == PD_K_RESULT ? put_noted(l, j, b.p + at, n, now_us(l)) : pd_wstream_put(l->results, b.p + at, n, l->e);
     pd_buf_free(&b);
@@ -201,10 +201,15 @@ static int give_up(struct load *l, struct job *j, const struct pd_err *why)
 
 static void give_up_all(struct load *l, const struct pd_err *why)
 {
+    uint64_t n = 0;
     int rc = 0;
     for (struct job *j = l->first; rc == 0 && j; j = j->next)
-        if (j->left)
+        if (j->left) {
             rc = give_up(l, j, why);
+            n++;
+        }
+    if (n)
+        pd_warn("%s; %llu of %llu requests are given up", why->msg, (unsigned long long)n, (unsigned long long)l->n_jobs);
     l->next = NULL;
     quit(l, rc);
 }
@@ -254,6 +259,8 @@ static void on_record(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
     else if (rec->kind == PD_K_ERROR) {
         if (pd_map_find(rec->p, rec->n, "code", &v) == 1 && pd_get_int(v, &code) && code > 0 && code < 9)
             *l->status = pd_exit_worse(*l->status, -(int)code);
+        if (!j && pd_map_find(rec->p, rec->n, "message", &v) == 1 && pd_get_str(v, &s))       /* of no request: it is about all of them */
+            pd_warn("%s says: %.*s", l->conn_opts.name, (int)(s.n < 300 ? s.n : 300), s.p);
         if (pd_wstream_put(l->results, rec->p, rec->n, l->e))
             quit(l, l->e->code);
     } else if (rec->kind == PD_K_RESULT && j && j->left) {
@@ -365,7 +372,7 @@ static void on_idle(void *ctx)
     int64_t since = l->heard, next = l->next && l->start ? l->start + l->next->sched_us : 0;
     since = l->next && !l->o->concurrency && next > since ? next : since;
     if (l->start && pd_mono_us() - since >= l->o->idle_us) {
-        pd_fail(&e, PD_ETIME, "%s: nothing came for %.1f s: given up", l->conn_opts.name, (double)l->o->idle_us / 1e6);
+        pd_fail(&e, PD_ETIME, "%s: nothing came for %.1f s", l->conn_opts.name, (double)l->o->idle_us / 1e6);
         give_up_all(l, &e);
     } else if (pd_timer_in(l->idle, 100000, l->e))
         quit(l, l->e->code);

@@ -135,7 +135,7 @@ def loads():
     r = load(reqs, at, "--idle", "300ms", "--format", "json")
     worker.send_signal(signal.SIGCONT)
     s = score(r.stdout)
-    ok(r.returncode == 5 and s["requests"] == s["failed"] == 40 and s["attainment"][0] == 0, "nobody answers: given up, each request failed", (r.returncode, r.stderr, s))
+    ok(r.returncode == 5 and b"nothing came for 0.3 s; 40 of 40 requests" in r.stderr and s["requests"] == s["failed"] == 40 and s["attainment"][0] == 0, "nobody answers: given up, each request failed", (r.returncode, r.stderr, s))
     slow = os.path.join(tmp, "slow.mp")
     gen("-n", "40", "--arrivals", "even", "--rate", "20", "--isl", "8", "--osl", "4", "-o", slow)
     p = subprocess.Popen([BENCH, "load", "-i", slow, "-o", at, "--format", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -146,6 +146,18 @@ def loads():
     ok(p.returncode != 0 and s["requests"] == 40 and s["failed"] > 5 and s["ended"] > 0 and len(jsonl(out)) == 40 + s["failed"], "the worker dies: all that it owed failed, with an error each",
        (p.returncode, err, s))
     worker.wait()
+    key = os.path.join(tmp, "key")
+    with open(os.open(key, os.O_CREAT | os.O_WRONLY, 0o600), "w") as f:
+        f.write("k1 " + "ab" * 32 + "\n")
+    p = subprocess.Popen(decode("--listen", "tcp-listen:127.0.0.1:0", "--key-file", key, "--role", "both"), stderr=subprocess.PIPE)
+    where = "tcp:" + next(w for w in p.stderr.readline().decode().replace(",", " ").split() if "127.0.0.1:" in w).split("tcp-listen:")[-1].split("tcp:")[-1]
+    r = load(reqs, where, "--key-file", key)
+    s = score(r.stdout)
+    ok(r.returncode == 0 and s["ended"] == 40 and s["figures"]["ttft"]["n"] == 40, "over TCP, with a key", (r.stderr, s))
+    r = load(reqs, where)
+    ok(r.returncode == 7 and b"give --key-file" in r.stderr and score(r.stdout)["failed"] == 40, "and without one: refused, and told why", r.stderr)
+    p.kill()
+    p.communicate()
     router.terminate()
     router.wait()
     r = load(reqs, at, "--connect-timeout", "200ms")
