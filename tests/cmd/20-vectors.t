@@ -48,7 +48,7 @@ for name in names:
     check(msgpack.packb(text, use_bin_type=True) == packed, f"{short}: Python's msgpack writes the same bytes")
     check(list(read)[:2] == ["pd", "v"] and read["v"] == 1, f"{short}: pd and v come first")
 check(kinds == {"request", "offer", "kv", "chunk", "token", "result", "error", "event",
-                "hello", "accept", "done", "verified", "release", "status", "cancel", "slab", "worker", "kvevent", "carry"}, "every kind has a vector")
+                "hello", "accept", "done", "verified", "release", "status", "cancel", "slab", "worker", "kvevent", "carry", "route", "outcome"}, "every kind has a vector")
 kv = msgpack.unpackb(open("testdata/vectors/kv.msgpack", "rb").read())
 check(list(kv)[-1] == "sum" and struct.unpack("<%di" % kv["n_tokens"], kv["token_ids"])[5] == 338, "kv: sum is last, token_ids are little-endian int32")
 load = lambda name: msgpack.unpackb(open(f"testdata/vectors/{name}.msgpack", "rb").read())

@@ -3,6 +3,7 @@
 #define PD_TEST_SAMPLES_H
 #include <stdio.h>
 #include "../../libcommon/wire/kvevent.h"
+#include "../../libcommon/wire/record_route.h"
 #include "../../libcommon/wire/routing.h"
 #include "../../libcommon/wire/transfer.h"
 
@@ -218,9 +219,49 @@ static inline int kvevent_sample_encode(int i, struct pd_buf *b, struct pd_err *
     return pd_kvevent_encode(&r, b, e);
 }
 
-enum { N_RECORD = 19, N_SAMPLES = N_RECORD + N_TRANSFER };
+/* A decision with one of everything, and what came of it. */
+static inline int route_sample_encode(struct pd_buf *b, struct pd_err *e)
+{
+    struct pd_str domains[] = { STR("rackA"), STR("rackB") };
+    struct pd_route_fit fit = { .p = 3, .d = 4, .converts = 1 }, unfit = { .p = 5, .d = 4, .why = STR("rope_theta differs (prefill 10000, decode 500000)") };
+    struct pd_route_fit fits[] = { fit, unfit };
+    struct pd_route_row p[] = { { .worker = STR("p0"), .at = STR("unix:/run/pd/p0"), .epoch = 2, .kin = 3, .hit_blocks = 1, .miss_blocks = 2, .miss_tokens = 24, .tier = STR("host"),
+                                  .index = STR("events"), .runs = 1, .runs_most = 31, .queue_runs = 1, .queue_tokens = 16, .given = 9, .load_age_us = 1000, .index_age_us = 20,
+                                  .queue = { 900, 700, 0 }, .prefill = { 5000, 4000, PD_SPREAD_COLD }, .cost = 3, .keep = true },
+                                { .worker = STR("p1"), .at = STR("tcp:10.0.0.1:7000"), .epoch = 2, .kin = 5, .x = PD_X_FINGERPRINT, .excluded = unfit.why } };
+    struct pd_route_row d[] = { { .worker = STR("d0"), .at = STR("unix:/run/pd/d0"), .epoch = 2, .domain = 1, .kin = 4, .miss_blocks = 3, .miss_tokens = 40, .foreign_runs = 2, .runs_most = 31,
+                                  .seqs = 2, .seqs_most = 8, .kv_tokens = 300, .blocks = 20, .blocks_most = 1024, .queue = { 0, 0, PD_SPREAD_ALL }, .prefill = { 9000, 7000, 0 },
+                                  .interference = { 300, 200, 0 }, .slot = { 20, 10, 0 }, .tpot = { 90, 80, PD_SPREAD_STALE }, .itl_us = 5, .cost = 23, .x_kv = PD_X_NO, .keep = true } };
+    struct pd_route_path paths[] = { { .p = -1, .d = -1, .from = 0, .to = 1, .kind = STR("rack"), .latency = { 60, 50, 0 }, .kib_ns = { 900, 800, 0 }, .sync = { 40, 30, 0 },
+                                       .overlap_permille = 500, .active = 1, .penalty_us = 2, .age_us = 3000000, .breaker = STR("half_open") },
+                                     { .p = 1, .d = 0, .from = -1, .to = -1, .x = PD_X_PATH, .excluded = STR("breaker open 3.2s") } };
+    static struct pd_route_rec r;
+    r = (struct pd_route_rec){ .run = RUN_A, .op = { 1, 2, 3 }, .t_us = 1796000000000000, .waited_us = 12, .attempt = 2, .resumed = 1, .cause = STR("p2 is gone"),
+        .fallback = STR("prefill_worker_gone"), .policy = "threshold:512", .seed = 0x8000000000000001, .temperature = 0.5, .risk = 0.95, .externality = 1,
+        .versions = { 7, 8, 9 }, .input = { .n_tokens = 40, .exact = true, .max_tokens = 64, .n = 1, .out_p50 = 32, .out_p95 = 64, .block_size = 16, .kv_bytes = 1024,
+        .adapter = STR("lora"), .deadline_us = 2000000, .slo = BIN("\x81\xa7ttft_ms\xcd\x03\xe8"), .digest = { 4, 5 }, .has_digest = true, .early = true }, .epoch = 2,
+        .domains = domains, .n_domains = 2, .fits = fits, .n_fits = 2, .p = p, .n_p = 2, .d = d, .n_d = 1, .paths = paths, .n_paths = 2, .left_d[PD_X_STATE] = 3,
+        .degraded = PD_DG_APPROXIMATE | PD_DG_COLD, .outcome = PD_CHOSEN, .n_pairs = 2, .chosen = { true, PD_MODE_REMOTE, 0, 0, 1, "block_size" }, .propensity = 0.25,
+        .reason = "remote, p0 to d0", .ttft = { 6000, 5000, PD_SPREAD_COLD }, .completion = { 8000, 7000, PD_SPREAD_ALL },
+        .shadow = { .policy = "aggregated", .chosen = { true, PD_MODE_LOCAL, -1, 0, 0, "" }, .score = 23 } };
+    r.pair[0] = (struct pd_route_pair){ .p = -1, .d = 0, .path = -1, .ttft = { 9100, 7200, 0 }, .completion = { 12000, 9700, 0 }, .itl_us = 14000, .capacity_us = 3, .score = PD_SCORE_NONE };
+    r.pair[1] = (struct pd_route_pair){ .p = 0, .d = 0, .path = 0, .bytes = 40960, .transfer = { 96, 82, 0 }, .ttft = r.ttft, .completion = r.completion, .overlap_us = 82, .itl_us = 320,
+                                        .queue_us = 4000, .link_us = 82, .score = 3 };
+    return pd_route_encode(&r, b, e);
+}
+
+static inline struct pd_outcome_rec sample_outcome(void)
+{
+    return (struct pd_outcome_rec){ .run = RUN_A, .op = { 1, 2, 3 }, .t_us = 1796000000100000, .attempt = 2, .policy = "threshold:512", .mode = "remote", .finish_reason = "stop",
+        .fallback = STR("prefill_worker_gone"), .p = STR("p0"), .d = STR("d0"), .prompt_tokens = 40, .cached_tokens = 16, .transferred_tokens = 24, .completion_tokens = 30,
+        .kv_bytes = 24576, .waited_us = 12, .has = PD_OC_QUEUE | PD_OC_PREFILL | PD_OC_TRANSFER | PD_OC_TTFT | PD_OC_TPOT | PD_OC_COMPLETION, .queue_us = 650,
+        .prefill_us = 4100, .transfer_us = 0, .ttft_us = 5100, .tpot_us = 81, .completion_us = 7449 };
+}
+
+enum { N_RECORD = 21, N_SAMPLES = N_RECORD + N_TRANSFER };
 static const char *const sample_name[N_SAMPLES] = { "request", "request-small", "offer", "kv", "chunk", "token", "result", "result-failed", "error", "event", "kv-prefill-only", "event-lease",
     "worker", "request-routed", "request-resumed", "kvevent-stored", "kvevent-removed", "kvevent-cleared", "kvevent-snapshot",
+    "route", "outcome",
     "hello", "hello-attach", "accept", "done", "verified", "release", "status", "cancel", "slab", "error-refused", "offer-shm", "carry", "carry-end",
     "hello-rdma", "hello-no-rdma", "accept-rdma", "done-rdma" };
 
@@ -235,6 +276,7 @@ static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
     struct pd_error_rec er = sample_error();
     struct pd_event ev = sample_event(), lease = lease_event();
     struct pd_worker_rec wk = sample_worker();
+    struct pd_outcome_rec oc = sample_outcome();
     struct pd_routing routed = sample_routing(), resumed = resumed_routing();
     bare.payload = (struct pd_payload){ 0 };
     bare.request = small_request();
@@ -260,6 +302,8 @@ static inline int sample_encode(int i, struct pd_buf *b, struct pd_err *e)
     case 13: return routed_encode(&routed, b, e);
     case 14: return routed_encode(&resumed, b, e);
     case 15: case 16: case 17: case 18: return kvevent_sample_encode(i - 15, b, e);
+    case 19: return route_sample_encode(b, e);
+    case 20: return pd_outcome_encode(&oc, b, e);
     default: return pd_kvdesc_encode(&bare, b, e);
     }
 }
@@ -276,6 +320,8 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     struct pd_error_rec er;
     struct pd_event ev;
     struct pd_worker_rec wk;
+    struct pd_outcome_rec oc;
+    struct pd_route_rec *route;
     union { struct pd_hello hello; struct pd_accept accept; struct pd_done done; struct pd_verified verified; struct pd_release release; struct pd_status status;
             struct pd_cancel cancel; struct pd_slab_rec slab; struct pd_kvevent kvevent; struct pd_carry carry; } x;
     int rc;
@@ -303,6 +349,11 @@ static inline int reencode(const void *rec, size_t n, struct pd_buf *b, struct p
     case PD_K_ERROR: rc = pd_error_decode(rec, n, &a, &er, e); rc = rc ? rc : pd_error_encode(&er, b, e); break;
     case PD_K_EVENT: rc = pd_event_decode(rec, n, &a, &ev, e); rc = rc ? rc : pd_event_encode(&ev, b, e); break;
     case PD_K_WORKER: rc = pd_worker_rec_decode(rec, n, &a, &wk, e); rc = rc ? rc : pd_worker_rec_encode(&wk, b, e); break;
+    case PD_K_OUTCOME: rc = pd_outcome_decode(rec, n, &a, &oc, e); rc = rc ? rc : pd_outcome_encode(&oc, b, e); break;
+    case PD_K_ROUTE:
+        rc = (route = pd_arena_alloc(&a, 1, sizeof *route, e)) ? pd_route_decode(rec, n, &a, route, e) : PD_ENOMEM;
+        rc = rc ? rc : pd_route_encode(route, b, e);
+        break;
     default: rc = 1;
     }
     pd_arena_free(&a);
