@@ -232,32 +232,39 @@ static uint32_t *held_of(const struct pd_taker *t, const struct pd_expect *x, co
 
 static bool goes_on(const struct pd_expect *x, const struct pd_kvdesc *d) { return x->parked && !memcmp(x->gen, d->gen, sizeof x->gen); }
 
-static void take_offer(struct pd_taker *t, struct pd_expect *x)
+/* false: others hold too many blocks, though there was room a moment ago: the thread has taken some meanwhile. */
+static bool take_offer(struct pd_taker *t, struct pd_expect *x)
 {
     int64_t now = pd_mono_us();
     const struct pd_kvdesc *d = pd_move_desc(x->move);
-    struct pd_take how = { .in_place = t->o.in_place };
+    bool begins = memcmp(x->gen, d->gen, sizeof x->gen) != 0, resumes = goes_on(x, d);
+    struct pd_take how = { .in_place = t->o.in_place, .may_wait = true, .deadline = !begins ? x->deadline : x->transfer_us ? now + x->transfer_us : 0 };
     uint32_t *held = NULL;
-    if (goes_on(x, d)) {
+    if (resumes)
         how.resume = x->parked;
-        x->parked = NULL;
-        t->n.resumed++;
-        pd_metric_add(t->m_resumed, 1);
-    } else
+    else
         how.held = held = held_of(t, x, d, &how.n_held);
-    if (memcmp(x->gen, d->gen, sizeof x->gen)) {
-        memcpy(x->gen, d->gen, sizeof x->gen);
-        x->deadline = x->transfer_us ? now + x->transfer_us : 0;
-        t->ops.started(t->ops.ctx, x, d);
-    }
-    how.deadline = x->deadline;
-    x->accepted = true;
-    t->n.moving++;
-    pd_take(x->move, &how, now, NULL);  /* a failure is an event */
+    bool waits = pd_take(x->move, &how, now, NULL) == 1;        /* a failure is an event */
     for (uint32_t i = 0; i < how.n_held; i++)
         pd_pool_put(t->o.rt->pool, held[i]);
     pd_free(held);
+    if (waits)
+        return false;
+    leave_room(t, x);
+    if (resumes) {
+        x->parked = NULL;
+        t->n.resumed++;
+        pd_metric_add(t->m_resumed, 1);
+    }
+    if (begins) {
+        memcpy(x->gen, d->gen, sizeof x->gen);
+        x->deadline = how.deadline;
+        t->ops.started(t->ops.ctx, x, d);
+    }
+    x->accepted = true;
+    t->n.moving++;
     pd_link_soon(x->link);
+    return true;
 }
 
 /* Oldest first; none overtakes. */
@@ -269,8 +276,8 @@ void pd_taker_room(struct pd_taker *t)
         uint32_t want = blocks_of(t, pd_move_desc(x->move)), reserve = s.used ? t->ops.reserve(t->ops.ctx) : 0;
         if ((uint64_t)want + reserve > s.max - s.used && want <= s.max && s.used)
             break;
-        leave_room(t, x);
-        take_offer(t, x);           /* more than the whole pool: refused with the numbers */
+        if (!take_offer(t, x))      /* more than the whole pool: refused with the numbers */
+            break;
     }
     set_timer(t);
 }

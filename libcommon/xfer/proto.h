@@ -111,8 +111,9 @@ const struct pd_plan *pd_give_plan(const struct pd_move *m);
 
 /* ---- taking ---- */
 /* Accept. held: blocks of the pool that hold the beginning already. in_place: read full blocks where the giver has them, when that can be (shm, one shape).
- * resume: an import that pd_take_park gave; owned by the move from here on, also after a failure. Failures leave the move failed and the peer told. */
-struct pd_take { const uint32_t *held; uint32_t n_held; bool in_place; struct pd_import *resume; int64_t deadline; };
+ * resume: an import that pd_take_park gave; owned by the move from here on, also after a failure. Failures leave the move failed and the peer told.
+ * may_wait: 1 when others hold too many of the pool's blocks now; nothing has happened then. */
+struct pd_take { const uint32_t *held; uint32_t n_held; bool in_place, may_wait; struct pd_import *resume; int64_t deadline; };
 int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_err *e);
 void pd_take_refuse(struct pd_move *m, int code, const char *why, int64_t now);
 uint32_t *pd_take_blocks(struct pd_move *m, uint32_t *n);       /* after TAKEN, once: block table (pd_free) and a reference of each, now the caller's */

@@ -201,6 +201,14 @@ void pd_take_refuse(struct pd_move *m, int code, const char *why, int64_t now)
 
 /* ---- accept ---- */
 
+/* Too many blocks are held by others (own: those held for this one already) for it to have the rest; it would fit alone. */
+static bool lacks_room(const struct pd_pool *p, const struct pd_kvdesc *d, uint32_t own)
+{
+    struct pd_pool_stats s = pd_pool_stats(p);
+    uint32_t bs = (uint32_t)pd_pool_geom(p)->block_size, want = d->n_tokens / bs + (d->n_tokens % bs > 0), others = s.used > own ? s.used - own : 0;
+    return want <= s.max && want > s.max - others;
+}
+
 int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_err *e)
 {
     struct pd_xfer *x = m->x;
@@ -222,6 +230,8 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
         rc = pd_import_resume(m->im, &m->desc, &o, &why);
     } else
         rc = pd_import_begin_with(x->o.pool, &m->desc, &o, &m->im, &why);
+    if (rc == PD_ENOMEM && t->may_wait && !t->resume && lacks_room(x->o.pool, &m->desc, t->n_held))
+        return 1;
     r.held = rc ? 0 : pd_import_held(m->im);
     uint32_t n_chunks = rc ? 0 : pd_import_plan(m->im)->n_chunks;
     size_t words = (n_chunks + (size_t)63) / 64;

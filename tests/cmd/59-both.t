@@ -168,7 +168,8 @@ C = s.both("C", "decode")
 A.p.send_signal(signal.SIGSTOP)         # nothing comes of it
 runs = [s.R.remote(q, A, W) for q in reqs(20)]
 time.sleep(0.2)
-for r in runs:                  # another attempt: who was to decode it gives it now
+for r in runs:                  # another attempt: who was to decode it gives it now, and ends what it had of it by a result that nobody wants
+    s.R.ended.add(r["run"])
     s.R.event(r["run"], "retry")
     s.R.event(r["run"], "route_selected")
     op = os.urandom(16) if r["id"] % 2 else None
@@ -178,10 +179,31 @@ good = s.R.wait(runs, n=2)
 got = {x["run"]: x for r in runs for x in s.R.of(r, "result") if x["finish_reason"] != "cancelled"}
 s.ok(good and len(got) == 20 and {(x["id"], 0): (x["tokens"], x["text"], x["finish_reason"]) for x in got.values()} == whole(reqs(20)), "they are the filter's to the bit", s.R.got)
 s.ok({(x["mode"], x["fallback"]) for x in got.values()} == {("remote", None)}, "by KV", got)
+for run_, x in got.items():
+    s.R.event(run_, "streaming", choice=0, pos=0, tokens=len(x["tokens"]))
+    s.R.event(run_, "completed", tokens=len(x["tokens"]))
 A.p.send_signal(signal.SIGCONT)
-s.R.cancel(runs[0], A)
 for r in runs:
     s.R.cancel(r, A)
+s.end()
+
+s = Scene("who gave a run takes it from another")
+A, W = pair(s, "--lease", "5s")
+C = s.both("C", "prefill")
+s.R.wait(crossing(s, A, W, reqs(1)))
+W.p.send_signal(signal.SIGSTOP)
+runs = [s.R.remote(q, A, W) for q in reqs(5)]
+s.ok(s.R.wait(runs, "kv"), "it has published", s.R.got)
+W.kill()
+for r in runs:
+    s.R.event(r["run"], "retry")
+    s.R.event(r["run"], "route_selected")
+    s.R.to(C).send(s.R.route(r, "remote", C, A, op=b"another attempt!"))
+C.until({"published": 5})
+time.sleep(0.3)                 # it has been offered, before the run is heard of
+for r in runs:
+    s.R.to(A).send(s.R.route(r, "remote", C, A, op=b"another attempt!"))
+s.ok(s.R.wait(runs) and results(s.R, runs).items() <= FILTER.items() and by_kv(s, runs), "its KV is used", why(s.R, runs))
 s.end()
 
 s = Scene("both ends named alike")
@@ -215,12 +237,24 @@ s.R.local(r, W, new=False, fallback="prefill_failed: it is too large")
 s.ok(s.R.wait([r]) and results(s.R, [r]) == whole([big]), "and can be computed where it is decoded", s.R.got)
 s.end()
 
-# Both decode what needs more than half, while half is leased to the other, which has no room for it. Somebody has to give way: leases, after a while.
-s = Scene("runs that outgrow the half that is theirs")
+# What decodes needs more than half, and half is leased to another, which does not come for it. Somebody has to give way: the lease, after a while.
+large = [dict(id=n, token_ids=[9 + j % 100 for j in range(100)], max_tokens=100, temperature=0, ignore_eos=True) for n in "AB"]
+s = Scene("a run that outgrows the half that is its")
+A, W = pair(s, "--prefix-cache", "off", mem="64KiB")
+s.R.wait(crossing(s, A, W, SMALL[:1]))
+W.p.send_signal(signal.SIGSTOP)
+given = s.R.remote(SMALL[1], A, W)
+s.ok(s.R.wait([given], "kv") and A.ledger()["blocks_leased"] == 8, "half is leased", A.ledger())
+r = s.R.local(large[0], A, mode="aggregated")
+s.ok(s.R.wait([r], seconds=10) and results(s.R, [r]) == whole(large[:1]) and A.ledger()["leases_revoked"] == 1, "the lease is revoked for it", (A.ledger(), A.said()))
+W.p.send_signal(signal.SIGCONT)
+s.ok(s.R.wait([given]) and results(s.R, [given]).items() <= WANT.items() and s.R.result(given)["mode"] == "local", "and who had it computes that KV", why(s.R, [given]))
+s.end()
+
+s = Scene("two of them, at two workers that give to each other")
 A, W = pair(s, "--prefix-cache", "off", mem="64KiB")
 for w in (A, W):
     w.p.send_signal(signal.SIGSTOP)
-large = [dict(id=f"{n}", token_ids=[9 + j % 100 for j in range(100)], max_tokens=100, temperature=0, ignore_eos=True) for n in "AB"]
 runs = [s.R.local(q, w, mode="aggregated") for q, w in zip(large, (A, W))]
 crossed = crossing(s, A, W, SMALL[:4])
 for w in (A, W):

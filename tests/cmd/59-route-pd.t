@@ -49,14 +49,17 @@ class Set:
         Set.count += 1
         self.dir, self.role = os.path.join(tmp.name, f"s{Set.count}"), role
         os.mkdir(self.dir)
-        self.w = {f"p{i}": Worker(self.dir, f"p{i}", "prefill", **kw) for i in range(p)}
-        self.w.update({f"d{i}": Worker(self.dir, f"d{i}", "decode", "--role", role, **kw) for i in range(d)})
+        self.w = {f"p{i}": Worker(self.dir, f"p{i}", "prefill", *self.args("p"), **kw) for i in range(p)}
+        self.w.update({f"d{i}": Worker(self.dir, f"d{i}", "decode", *self.args("d"), **kw) for i in range(d)})
         self.r = Router(os.path.join(self.dir, "r"), *args, workers=list(self.w.values()))
         atexit.register(self.r.p.kill)
 
+    def args(self, name):
+        return ["--role", self.role] if self.role == "both" or name[0] == "d" else []
+
     def again(self, name):
         """The same worker anew, on the same socket."""
-        self.w[name] = Worker(self.dir, name, "decode" if name[0] == "d" else "prefill", *(["--role", self.role] if name[0] == "d" else []))
+        self.w[name] = Worker(self.dir, name, "decode" if name[0] == "d" else "prefill", *self.args(name))
         self.r.until("workers_ready", len(self.w))
 
     def play(self, reqs, when=None, do=None):
@@ -141,21 +144,31 @@ for args, name in (((), "fixed"), (("--early-first-token",), "early first token"
 
 # ---- killed ----
 
-s = Set(2, 2)
-moved = False
-for name, when in (("d0", 30), ("d1", 900), ("d0", 200), ("p0", 1), ("p1", 60), ("d1", 100), ("d0", 400), ("p0", 2)):
-    got, done = s.play(requests(), when, s.w[name].kill)
-    ok(done and told(got) == want and not whole(got, requests()), f"{name} is killed after {when} tokens: what the filter gives", (modes(got), whole(got, requests())[:2]))
-    moved |= ("local", "migrated") in modes(got)
-    s.again(name)
-ok(moved, "streams have moved")
-got, _ = s.play(requests())
-ok(told(got) == want and modes(got) == [("remote", "")], "and when all are back it is as before", modes(got))
-s.w["p0"].kill(), s.w["p1"].kill()
-got, _ = s.play(requests())
-ok(told(got) == want and not whole(got, requests()) and modes(got) == [("local", "no_prefill_worker")], "without any prefill worker decode does it", modes(got))
-out = s.end("killed")
-ok(all(w.p.returncode == 0 for n, w in s.w.items() if n[0] == "d"), "and the others have ended well")
+for role, place in (("decode", "killed"), ("both", "killed, of role both")):
+    s = Set(2, 2, role=role)
+    moved = False
+    for name, when in (("d0", 30), ("d1", 900), ("d0", 200), ("p0", 1), ("p1", 60), ("d1", 100), ("d0", 400), ("p0", 2)):
+        got, done = s.play(requests(), when, s.w[name].kill)
+        ok(done and told(got) == want and not whole(got, requests()), f"{place}: {name} after {when} tokens: what the filter gives", (modes(got), whole(got, requests())[:2]))
+        moved |= ("local", "migrated") in modes(got)
+        s.again(name)
+    ok(moved, f"{place}: streams have moved")
+    got, _ = s.play(requests())
+    ok(told(got) == want and modes(got) == [("remote", "")], f"{place}: and when all are back it is as before", modes(got))
+    s.w["p0"].kill(), s.w["p1"].kill()
+    got, _ = s.play(requests())
+    ok(told(got) == want and not whole(got, requests()) and modes(got) == [("local", "no_prefill_worker")], f"{place}: without any prefill worker decode does it", modes(got))
+    s.end(place)
+    ok(all(w.p.returncode == 0 for n, w in s.w.items() if n[0] == "d"), f"{place}: and the others have ended well")
+
+s = Set(1, 1, role="both")
+for when in (20, 400, 900):     # its streams go on at the worker that had prefilled them; what has none yet waits for it, or goes there too
+    got, done = s.play(requests(), when, lambda: (s.w["d0"].kill(), s.again("d0")))
+    ok(done and told(got) == want and not whole(got, requests()), f"of two of role both one is killed after {when} tokens: what the filter gives", (modes(got), whole(got, requests())[:2]))
+    ok(("local", "migrated") in modes(got) and {r["decode_worker"] for r in results(got) if (r["fallback"] or "").startswith("migrated")} == {s.w["p0"].status()["worker"]},
+       "and the other one goes on with its streams", modes(got))
+ok(all(w.until({"runs": 0, "blocks_used": 0, "leases_live": 0, "expected": 0})[0] for w in s.w.values()), "nothing is held", [w.ledger() for w in s.w.values()])
+s.end("two of role both")
 
 # ---- stopped ----
 
