@@ -7,7 +7,7 @@
 #include "../wire/json.h"
 #include "history.h"
 
-enum { MOST_DECISIONS = 64 /* of a run, kept */, NAMED = 6 /* workers of a side, in words */, NAMES = 200 };
+enum { MOST_DECISIONS = 64 /* of a run, kept */, NAMED = 6 /* workers of a side, in words */, NAMES = 200, CELL = 23 /* letters of a column */ };
 
 static double ms(int64_t us) { return (double)us / 1e3; }
 static double out_tokens(const struct pd_route_rec *r) { return r->input.out_p50 ? r->input.out_p50 : 1; }
@@ -206,10 +206,12 @@ static void put_path(FILE *out, const struct pd_route_rec *r, const struct pd_ro
     if (!x)
         fputs(", of which nothing is known", out);
     else {
-        fputs(x->kind.n ? ", " : ",", out);
-        pd_report_plain(out, x->kind);
+        if (x->kind.n) {
+            fputs(", ", out);
+            pd_report_plain(out, x->kind);
+        }
         if (x->from >= 0 && x->to >= 0) {
-            putc(' ', out);
+            fputs(x->kind.n ? " " : ", ", out);
             pd_report_plain(out, r->domains[x->from]);
             fputs(" > ", out);
             pd_report_plain(out, r->domains[x->to]);
@@ -228,13 +230,22 @@ static void put_path(FILE *out, const struct pd_route_rec *r, const struct pd_ro
 static void put_table(FILE *out, const struct pd_route_rec *r, const struct pd_route_pair *const way[2])
 {
     struct line line[2][LINES];
-    char text[NAMES];
+    char text[2][NAMES];
     int n = 0, marks = 0;
+    bool wide = false;
+    for (int k = 0; k < 2; k++)
+        wide |= way[k] && strlen(way_text(r, way[k], text[k])) > CELL;
+    for (int k = 0; wide && k < 2; k++)         /* names that fit in no column */
+        if (way[k]) {
+            fprintf(out, "%-10s ", mode_of(r, way[k]));
+            put_way(out, r, way[k]);
+            putc('\n', out);
+        }
     fprintf(out, "%-32s", "ms");
     for (int k = 0; k < 2; k++)
         if (way[k]) {
             n = lines_of(r, way[k], line[k]);
-            fprintf(out, " %23.23s", way_text(r, way[k], text));
+            fprintf(out, " %23s", wide ? mode_of(r, way[k]) : text[k]);
         }
     fprintf(out, "\n%-32s", "");
     for (int k = 0; k < 2; k++)

@@ -159,6 +159,16 @@ static void why_in_words(void **state)
     domain[0] = (struct pd_str)S("rackA");
 }
 
+static void why_with_long_names(void **state)
+{
+    fresh("conditional");
+    p[0].worker = (struct pd_str)S("prefill@host-1:12345");
+    decide(1);
+    review(pd_review_why, (struct pd_review_opts){ .log.run = r.run });
+    says("\npath       2.0 MiB of KV, 0 transfers on it, measured 0.0 s ago\n"
+         "local      d0\nremote     prefill@host-1:12345 > d0\nms                                                 local                  remote\n");
+}
+
 static void why_as_json(void **state)
 {
     a_run();
@@ -668,7 +678,7 @@ int main(void)
 {
     int fd = mkstemp(file);
     pd_log_init("test", 0, true);
-    const struct CMUnitTest tests[] = { cmocka_unit_test(why_in_words), cmocka_unit_test(why_as_json), cmocka_unit_test(why_there_is_no_other_way),
+    const struct CMUnitTest tests[] = { cmocka_unit_test(why_in_words), cmocka_unit_test(why_with_long_names), cmocka_unit_test(why_as_json), cmocka_unit_test(why_there_is_no_other_way),
                                         cmocka_unit_test(why_a_run_was_decided_twice), cmocka_unit_test(why_not), cmocka_unit_test(replayed),
                                         cmocka_unit_test(replayed_as_far_as_it_can_be), cmocka_unit_test(what_another_policy_would_have_done), cmocka_unit_test(what_was_tried), cmocka_unit_test(listed_by_outcome),
                                         cmocka_unit_test(terms_of_a_way), cmocka_unit_test(joined_by_op), cmocka_unit_test(drifted), cmocka_unit_test(drifted_elsewhere), cmocka_unit_test(regretted),
