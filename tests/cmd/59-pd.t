@@ -74,16 +74,20 @@ for name in ("shm", "inline", *NET):
     close(name, R, P, D)
 
 # KV in blocks of another size: with leave it is converted on the way, whatever the way; without it the two never meet
-for via in ("shm", "inline"):
+for via in ("shm", "inline", "tcp,inline"):
     for size in ("5", "32"):
-        P = Worker(tmp.name, f"{via}{size}P", "prefill", "--via", via, "--block-size", size)
-        D = Worker(tmp.name, f"{via}{size}D", "decode", "--via", via, "--in-place", "--allow-convert", "block_size")
+        P = Worker(tmp.name, f"{via}{size}P", "prefill", "-v", "--via", via, "--block-size", size)
+        D = Worker(tmp.name, f"{via}{size}D", "decode", "--via", via, "--in-place", "--allow-convert", "block_size", *(["--listen", "tcp-listen:127.0.0.1:0"] if via[0] == "t" else []))
+        if via[0] == "t":
+            D.over_tcp()
         R = Router(os.path.join(tmp.name, f"{via}{size}R.trace"))
         runs = [R.remote(q, P, D) for q in reqs(30)]
         name = f"{via}, blocks of {size} into 16"
         ok(R.wait(runs) and results(R, runs) == FILTER, f"{name}: thirty at once are the filter's to the bit", [R.got[r["run"]][-1] for r in runs if not R.of(r, "result")])
         said = [(R.result(r)["mode"], R.result(r)["fallback"], R.result(r).get("converted")) for r in runs]
         ok(said == [("remote", None, "block_size")] * 30, f"{name}: all by KV, and their results say converted", said)
+        if via[0] == "t":
+            ok("connected, by inline (tcp: what has to be converted cannot be read straight into its place)" in P.said(), f"{name}: in the stream over TCP, and it is said why", P.said())
         close(name, R, P, D)
 P = Worker(tmp.name, "otherP", "prefill", "--block-size", "32")
 D = Worker(tmp.name, "otherD", "decode", "--allow-convert", "order")
@@ -92,6 +96,13 @@ r = R.remote(dict(reqs(1)[0], timeouts_ms={"prefill": 1000}), P, D)
 ok(R.wait([r]) and R.result(r)["mode"] == "local" and results(R, [r]).items() <= FILTER.items() and "converted" not in R.result(r), "without leave: computed here", R.got[r["run"]])
 ok("block_size differs (prefill 32, decode 16)" in D.said() + P.said(), "and the refusal names the field and both values", (D.said(), P.said()))
 close("without leave", R, P, D)
+P = Worker(tmp.name, "onlyP", "prefill", "--via", "tcp", "--block-size", "32")
+D = Worker(tmp.name, "onlyD", "decode", "--via", "tcp", "--allow-convert", "block_size", "--listen", "tcp-listen:127.0.0.1:0").over_tcp()
+R = Router(os.path.join(tmp.name, "onlyR.trace"))
+r = R.remote(dict(reqs(1)[0], timeouts_ms={"prefill": 1000}), P, D)
+ok(R.wait([r]) and R.result(r)["mode"] == "local" and results(R, [r]).items() <= FILTER.items() and "tcp: what has to be converted" in D.said() + P.said(),
+   "by streams alone it cannot be converted: computed here, and it is said", (R.got[r["run"]], P.said(), D.said()))
+close("streams alone", R, P, D)
 
 # ---- blocks that the decode worker holds are not sent ----
 

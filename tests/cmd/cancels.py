@@ -139,7 +139,7 @@ class Sweep:
         self.D = Worker(dir_, "D", "decode", "--stream", *args, *keys, *(["--listen", "tcp-listen:127.0.0.1:0"] if net else []),
                         *(["--in-place"] if way == "in_place" else []), env=d_env)
         if net:
-            self.D.at = next(w for w in self.D.said().replace(",", " ").split() if w.startswith("tcp:127.0.0.1:"))
+            self.D.over_tcp()
         self.gate = Gate(dir_, self.D, opaque=way == "tls")
         self.R = Router(f"{dir_}/R.trace")
         self.number = 0

@@ -2,8 +2,11 @@
 import base64
 import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
+import time
 
 import h5py
 import numpy as np
@@ -146,6 +149,15 @@ for size, order in ((1, None), (7, "hnd"), (16, "nhd"), (32, None), (32, "nhd"),
     r = run(tap.decode("--format", "json", "-i", name, "--strict", *(["--allow-convert", what] if what else [])))
     ok(r.returncode == 0 and answers(r) == want and all(x.get("converted", "") == what for x in tap.results(r.stdout)), f"with --allow-convert {what}: the same answers, and it says so",
        (r.stderr, r.stdout[-500:]))
+    if what == "block_size,order":      # by a sender, to decode over TCP
+        with open(at("err"), "wb") as err:
+            d = subprocess.Popen(tap.decode("--format", "json", "-i", "tcp-listen:127.0.0.1:0", "--strict", "--allow-convert", what), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=err)
+        while not (m := re.search(r"listening on (tcp:\S+)", open(at("err")).read())) and d.poll() is None:
+            time.sleep(0.02)
+        r = run([f"{B}/bin/pd-kvsend", "-i", name, "-o", m.group(1)])
+        got = d.communicate(timeout=60)[0]
+        x = subprocess.CompletedProcess([], d.returncode, got, b"")
+        ok(r.returncode == 0 and d.returncode == 0 and answers(x) == want and all(y["converted"] == what for y in tap.results(got)), "and over TCP, by pd-kvsend", (r.stderr, open(at("err")).read()))
     if what == "block_size" and size <= 256:
         r = run(tap.decode("--format", "json", "-i", name, "--strict", "--block-size", str(size)))
         ok(r.returncode == 0 and answers(r) == want and not any("converted" in x for x in tap.results(r.stdout)), f"decode of blocks of {size} goes on from it as it is", r.stderr)

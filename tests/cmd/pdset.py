@@ -51,6 +51,11 @@ class Worker:
         if ready and self.fd.readline() != b"READY=1\n":
             raise RuntimeError(f"{name} did not become ready: {open(self.err_path).read()}")
 
+    def over_tcp(self):
+        """Of one that was given TCP besides: reached there by who is told where it is from now on."""
+        self.at = next(w for w in self.said().replace(",", " ").split() if w.startswith("tcp:127.0.0.1:"))
+        return self
+
     def status(self):
         s = socket.socket(socket.AF_UNIX)
         s.settimeout(30)

@@ -82,6 +82,18 @@ err = open(P.err_path).read()
 ok(got(R, runs) == want(runs) and "by inline (rdma: the other side does not offer it" in err or "connected, by inline" in err, "the taker does not offer it: in the stream, and it is said", err)
 close("other", R, P, D)
 
+for via, how in (("rdma", "local"), ("rdma,inline", "remote")):
+    name = f"blocks of 32 into 16 by {via}"
+    P = Worker(tmp.name, via + "cP", "prefill", "-v", "--via", via, "--block-size", "32", env=A)
+    D = Worker(tmp.name, via + "cD", "decode", "-v", "--via", via, "--allow-convert", "block_size", env=D_ENV)
+    R = Router(os.path.join(tmp.name, via + "cR.trace"))
+    r = R.remote(dict(reqs(1)[0], timeouts_ms={"prefill": 3000}), P, D)
+    R.wait([r])
+    x, said = R.result(r), P.said() + D.said()
+    ok(got(R, [r]) == want([r]) and x["mode"] == how and x.get("converted", "") == ("block_size" if how == "remote" else ""), f"{name}: {how}", (x, said))
+    ok("rdma: what has to be converted cannot be written straight into its place" in said, f"{name}: not by rdma, and it is said why", said)
+    close(name, R, P, D)
+
 P, D, R = start("cut")
 r = R.remote(reqs(1)[0], P, D)
 R.wait([r])
