@@ -118,6 +118,16 @@ static void publish(struct pd_giver *g, struct pd_gv_run *r)
         pd_gv_try(g, r);
 }
 
+static void set_lease_timer(struct pd_giver *g)
+{
+    struct pd_err e;
+    int64_t next = pd_leases_next(g->leases), early = next - (g->w->o.lease_us > 0 ? g->w->o.lease_us : PD_LEASE_TTL_US) / 2;
+    if (next == INT64_MAX)
+        pd_timer_stop(g->t_lease);
+    else if (pd_timer_at(g->t_lease, early > pd_mono_us() ? early : next, &e) < 0)
+        pd_error("the leases' timer: %s", e.msg);       /* the beat looks too */
+}
+
 /* The first step has its blocks: they are leased from here on. */
 static void lease(struct pd_giver *g, struct pd_gv_run *r)
 {
@@ -129,6 +139,7 @@ static void lease(struct pd_giver *g, struct pd_gv_run *r)
     }
     r->leased = r->s.d.kept = true;
     pd_lease_fill(g->leases, r->lease, NULL);
+    set_lease_timer(g);
     pd_gv_try(g, r);
 }
 
@@ -325,14 +336,23 @@ static void on_tidy(void *ctx)
     pd_links_soon(&g->links);
 }
 
-void pd_giver_beat(struct pd_giver *g)
+/* A lease lives while its run is computed; else it ends at its time. The timer comes half a life before the next end, and then at it. */
+static void on_lease_time(void *ctx)
 {
+    struct pd_giver *g = ctx;
     int64_t now = pd_mono_us();
-    pd_leases_sweep(g->leases, now);
-    pd_leases_reconcile(g->leases, NULL, now);
-    for (struct pd_gv_run *r = pd_gv_next(g, NULL); r; r = pd_gv_next(g, r))       /* a lease lives while its run is computed */
+    for (struct pd_gv_run *r = pd_gv_next(g, NULL); r; r = pd_gv_next(g, r))
         if (r->leased && !r->published)
             pd_lease_renew(g->leases, r->lease, r->desc.gen, 0, now, NULL);
+    if (pd_leases_sweep(g->leases, now))
+        pd_links_soon(&g->links);
+    set_lease_timer(g);
+}
+
+void pd_giver_beat(struct pd_giver *g)
+{
+    pd_leases_reconcile(g->leases, NULL, pd_mono_us());
+    on_lease_time(g);
     pd_links_soon(&g->links);
 }
 
@@ -481,7 +501,8 @@ int pd_giver_on(struct pd_giver *g, struct pd_err *e)
         .event = pd_gv_on_link, .ctx = g,
         .xfer = { .giving = true, .via = w->o.via, .streams = w->o.streams, .worker = rt->worker, .domain = rt->domain, .epoch = rt->epoch,
                   .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .pool = rt->pool, .leases = g->leases, .accept_us = ACCEPT_US } };
-    return make_metrics(g, e);
+    int rc = pd_timer_new(pd_daemon_loop(w->d), on_lease_time, g, &g->t_lease, e);
+    return rc ? rc : make_metrics(g, e);
 }
 
 void pd_giver_drop_all(struct pd_giver *g)
@@ -499,6 +520,8 @@ void pd_giver_end(struct pd_giver *g)
         pd_leases_revoke_all(g->leases, "the prefill worker ends", pd_mono_us());
     if (g->tidying)
         pd_loop_undefer(pd_daemon_loop(g->w->d), &g->tidy);
+    pd_timer_free(g->t_lease);
+    g->t_lease = NULL;
     pd_links_free(&g->links);
 }
 

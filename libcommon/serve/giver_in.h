@@ -56,6 +56,7 @@ struct pd_giver {
     struct pd_leases *leases;
     struct pd_gv_peer *peers;
     struct pd_post tidy;
+    struct pd_timer *t_lease;
     bool tidying;
     /* the thread's */
     struct pd_batch_cb cb;

@@ -62,7 +62,7 @@ static void fill(const struct pd_register_opts *o, struct pd_str via[MOST_VIA], 
         caps[w->n_caps++] = str(PD_CAP_GIVES);
     memcpy(w->fp_sha, rt->fp.sha, sizeof w->fp_sha);
     pd_layout_from_pool(rt->pool, &w->layout);
-    for (const char *s = o->via ? o->via : PD_XFER_VIA; *s && w->n_via < MOST_VIA; s += *s == ',') {
+    for (const char *s = o->via ? o->via : pd_via_default(true, true); *s && w->n_via < MOST_VIA; s += *s == ',') {
         via[w->n_via++] = (struct pd_str){ s, strcspn(s, ",") };
         s += strcspn(s, ",");
     }

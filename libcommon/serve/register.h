@@ -27,7 +27,7 @@ struct pd_register_opts {
     const char *role;                   /* "prefill" "decode" "both" */
     const char *prefer;                 /* of "both", its side where each worker has one: "prefill" "decode"; NULL: decode */
     uint32_t max_runs;
-    const char *via;                    /* NULL: PD_XFER_VIA */
+    const char *via;                    /* NULL: pd_via_default */
     const char *const *routers;         /* endpoints "unix:PATH", NULL-ended, or NULL */
     /* Fills the counts of the moment, on the loop's thread; NULL: all 0. */
     void (*load)(void *ctx, struct pd_load *l);

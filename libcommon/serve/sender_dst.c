@@ -322,7 +322,7 @@ static bool pump_dump(struct send_out *o)
     pd_arena_free(&mem);
     if (rc)
         send_fatal(d->s, &e);
-    o->sent = r->plan.bytes;
+    o->sent = o->wire = r->plan.bytes;
     o->state = SO_DONE;
     return true;
 }
@@ -470,6 +470,7 @@ static void on_event(struct send_dst *d, const struct pd_xfer_event *ev)
         return;
     case PD_XE_RELEASED: case PD_XE_FAILED: case PD_XE_CANCELLED:
         o->m = NULL;
+        o->wire += pd_give_wire(ev->move);
         if (ev->kind == PD_XE_RELEASED || o->released) {
             o->leased = false;
             o->released = true;
@@ -524,9 +525,9 @@ static bool redial(struct send_dst *d)
     if (d->l || s->now < d->again)
         return false;
     d->again = s->now + AGAIN_US;
-    struct pd_net net = *s->o.net;
-    net.connect_us = 0;
-    if (pd_endpoint_open_out(d->spec, &net, &d->ep, &e))
+    if (!d->dial && pd_redial_new(d->spec, true, s->o.net, &d->dial, &e))
+        return false;
+    if (pd_redial_done(&d->dial, &d->ep, &e))
         return false;
     pd_chan_of(&d->c, &d->ep, d->spec);
     if (pd_chan_reader(&d->c, d->spec, s->o.max_record + 64, &e) || make_xfer(d, &e))
@@ -708,6 +709,7 @@ int send_dst_commit(struct send_dst *d, struct pd_err *e)
 void send_dst_free(struct send_dst *d)
 {
     pd_dump_abort(d->dump);
+    pd_redial_free(d->dial);
     while (d->kept)
         acked(d, UINT64_MAX);
     pd_out_free(&d->out);

@@ -3,6 +3,7 @@
 #define PD_SERVE_SENDER_IN_H
 #include "../base/seen.h"
 #include "../kv/dump.h"
+#include "redial.h"
 #include "sender.h"
 #include "sender_chan.h"
 
@@ -76,9 +77,11 @@ struct send_src {
     struct send_run *waits;             /* plain: nothing is read before this one has begun */
     uint8_t life[8]; char peer[120];    /* of a taking one: whoever dials again with both is the same peer */
     int64_t until;                      /* lost */
+    struct pd_redial *dial;             /* it is being dialled, or NULL */
     struct pd_buf fp;                   /* fingerprint of its hello */
     struct send_store *st;
     struct send_kept *carried, **carried_end;
+    size_t carried_bytes;
     uint64_t seq, acked;                /* last one that came, that was handed on */
     struct pd_seen taken;               /* run and generation of what was taken whole */
     struct { char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN], lease[PD_LEASE_ID_LEN]; bool has_lease; } *unacked; uint32_t n_unacked;
@@ -115,6 +118,7 @@ struct send_dst {
     bool end_sent, relay;
     uint32_t drops, drops_row;          /* in all; since a run last arrived */
     int64_t until, again;               /* down */
+    struct pd_redial *dial;             /* it is being dialled, or NULL */
     int64_t renew_at;
     bool told_via;
 };

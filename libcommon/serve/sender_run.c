@@ -278,7 +278,7 @@ static void tell(const struct send_run *r, const struct send_out *o)
     struct pd_step step = { .run = r->desc.run, .gen = r->desc.gen, .op = r->desc.op, .lease = o->m || o->released ? o->lease : NULL };
     struct pd_figure f[] = {
         { "offered_bytes", (int64_t)r->plan.bytes }, { "skipped_bytes", (int64_t)o->skipped }, { "sent_bytes", (int64_t)o->sent },
-        { "wire_bytes", o->wire ? (int64_t)o->wire : strcmp(o->scheme, "shm") ? (int64_t)o->sent : 0 }, { "queue_us", (o->accepted_us ? o->accepted_us : from) - r->came_us },
+        { "wire_bytes", (int64_t)o->wire }, { "queue_us", (o->accepted_us ? o->accepted_us : from) - r->came_us },
         { "queue_runs", s->most_runs }, { "first_byte_us", (o->first_us ? o->first_us : end) - from }, { "complete_us", end - from },
         { "exposed_us", end > came ? end - came : 0 }, { "retries", o->tries && o->tries != UINT32_MAX ? o->tries - 1 : 0 }, { "release_us", s->now - end },
         { "whole", whole } };

@@ -124,6 +124,7 @@ static void plain_chunk(struct send_src *c, const struct pd_rec *rec)
     for (uint32_t i = 0; r->pass && i < r->n_out; i++) {
         send_dst_pin(r->out[i].d, c, rec->p, rec->n);
         r->out[i].sent += k.raw_len;
+        r->out[i].wire += k.data.n;
         if (!r->out[i].first_us)
             r->out[i].first_us = c->s->now;
     }
@@ -439,8 +440,14 @@ static bool carry_in(struct send_src *c, const struct pd_rec *rec, struct pd_err
         pd_fail(e, PD_ECORRUPT, "carry: number %llu after %llu", (unsigned long long)y.seq, (unsigned long long)c->seq);
         return false;
     }
+    /* A sender keeps each until we have handed it on, and takes in no more than this meanwhile. */
+    if (c->carried_bytes >= SEND_HIGH + c->s->o.max_record || (!y.end && !y.rec.n)) {
+        pd_fail(e, PD_ECORRUPT, y.rec.n ? "carry: its sender does not wait: %zu bytes of records are here that no receiver has taken" : "carry: no record in it", c->carried_bytes);
+        return false;
+    }
     if (!(k = pd_calloc(1, sizeof *k + y.rec.n, "a record on its way", e)))
         return false;
+    c->carried_bytes += y.rec.n;
     *k = (struct send_kept){ .seq = ++c->seq, .end = y.end, .n = y.rec.n };
     if (y.rec.n)
         memcpy(k->rec, y.rec.p, y.rec.n);
@@ -474,6 +481,7 @@ static bool carry_out(struct send_src *c)
     while ((k = c->carried) && send_room(c->s)) {
         hand_on(c, k);
         c->acked = k->seq;
+        c->carried_bytes -= k->n;
         if (!(c->carried = k->next))
             c->carried_end = &c->carried;
         pd_free(k);
@@ -526,9 +534,9 @@ static bool wait_again(struct send_src *c)
     }
     if (c->c.fd >= 0 || !c->dialled)
         return false;
-    struct pd_net net = *s->o.net;
-    net.connect_us = 0;
-    if (pd_endpoint_open_in(s->o.in, &net, &c->ep, &e))
+    if (!c->dial && pd_redial_new(s->o.in, false, s->o.net, &c->dial, &e))
+        return false;
+    if (pd_redial_done(&c->dial, &c->ep, &e))
         return false;
     pd_chan_of(&c->c, &c->ep, s->o.in);
     if (pd_chan_reader(&c->c, s->o.in, s->o.max_record + 64, &e))
@@ -682,6 +690,7 @@ void send_src_free(struct send_src *c)
     if (c->dump)
         pd_dump_read_end(c->dump, NULL);
     pd_chan_close(&c->c);
+    pd_redial_free(c->dial);
     pd_endpoint_abort(&c->ep);
     pd_buf_free(&c->fp);
     pd_seen_free(&c->taken);

@@ -5,6 +5,7 @@
 #include "taker.h"
 
 enum { LOOK_US = 20000,         /* for room, while something waits for it */
+       EARLY_BYTES = 64 << 20,  /* of descriptors of offers that wait for their runs */
        DEAD = 1024,             /* offers that ended before their run came: remembered at most */
        UNACKED_US = 60000000, UNACKED_MOST = 1024 };
 
@@ -14,6 +15,7 @@ struct early {
     struct pd_move *m;
     struct pd_link *k;
     int64_t since;
+    size_t bytes;               /* of its descriptor, while m */
     char run[PD_RUN_LEN + 1];
     uint8_t op[16];
     const char *kind;
@@ -37,6 +39,7 @@ struct pd_taker {
     struct pd_expect *room, **last_room;
     struct early *early;
     uint32_t n_dead;
+    size_t early_bytes;
     struct unacked *unacked, **last_unacked; uint32_t n_unacked;
     struct pd_timer *timer;
     struct pd_taker_counts n;
@@ -314,6 +317,7 @@ static void drop_early(struct pd_taker *t, struct early **q)
     struct early *y = *q;
     *q = y->next;
     *(y->m ? &t->n.early : &t->n_dead) -= 1;
+    t->early_bytes -= y->bytes;
     pd_free(y);
 }
 
@@ -327,6 +331,8 @@ static void bury(struct pd_taker *t, struct early **q, const char *kind, const s
     }
     t->n.early--;
     t->n_dead++;
+    t->early_bytes -= y->bytes;
+    y->bytes = 0;
     y->m = NULL;
     y->since = pd_mono_us();
     y->kind = kind;
@@ -342,15 +348,29 @@ static void early_over(struct pd_taker *t, const struct pd_move *m, const char *
         }
 }
 
+/* About: tokens, blocks, text. */
+static size_t desc_bytes(const struct pd_kvdesc *d)
+{
+    return d->n_tokens * sizeof *d->token_ids + d->payload.n_runs * sizeof *d->payload.runs + d->fp_fields.n + d->request.prompt.n + d->payload.where.n;
+}
+
 static void keep_early(struct pd_taker *t, struct pd_move *m, struct pd_link *k)
 {
     const struct pd_kvdesc *d = pd_move_desc(m);
+    size_t bytes = desc_bytes(d);
+    if (t->n.early >= PD_TAKER_EARLY || bytes > EARLY_BYTES - t->early_bytes) {
+        char why[120];
+        snprintf(why, sizeof why, "nobody has asked for this run here, and %u offers wait for theirs already", t->n.early);
+        refuse(k, m, PD_ENOMEM, why);
+        return;
+    }
     struct early *y = pd_calloc(1, sizeof *y, "an offer", NULL);
     if (!y) {
         refuse(k, m, PD_ENOMEM, "out of memory");
         return;
     }
-    *y = (struct early){ .next = t->early, .m = m, .k = k, .since = pd_mono_us() };
+    *y = (struct early){ .next = t->early, .m = m, .k = k, .since = pd_mono_us(), .bytes = bytes };
+    t->early_bytes += bytes;
     snprintf(y->run, sizeof y->run, "%s", d->run);
     memcpy(y->op, d->op, sizeof y->op);
     t->early = y;

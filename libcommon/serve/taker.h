@@ -1,8 +1,9 @@
 /* The KV that a decode worker expects from prefill workers: who dials in, offers, what was taken, and what did not come.
  *
  * A run that is expected (pd_taker_expect) takes the offer of its name and op, from whichever prefill worker brings it; one that came first waits for its
- * run, PD_TAKER_EARLY_US at the most, and if it ends meanwhile, its run, when it comes, is computed here at once. An offer of a run that is here and not
- * expected is refused. What was offered waits until the pool has room for it beside what is being decoded, in order of arrival.
+ * run, PD_TAKER_EARLY_US at the most, and if it ends meanwhile, its run, when it comes, is computed here at once; of all connections together PD_TAKER_EARLY
+ * wait, and no more. An offer of a run that is here and not expected is refused. What was offered waits until the pool has room for it beside what is being
+ * decoded, in order of arrival.
  * Each expectation ends by one call: `taken` or `failed`, unless pd_taker_forget ends it.
  *
  * Blocks that the prefix cache holds of an offer's tokens are not sent: they stand in the block table with a reference, in whole chunks.
@@ -17,6 +18,7 @@
 #include "link.h"
 
 #define PD_TAKER_EARLY_US 5000000
+#define PD_TAKER_EARLY 1024
 #define PD_TAKER_WORD_US 1000000        /* for the router's word, after a prefill worker went away before its kv came */
 
 struct pd_expect {              /* part of a run */

@@ -24,7 +24,7 @@ struct pd_worker_opts {
     int64_t seed;               /* of requests that bring none */
     bool stream;
     uint32_t max_runs;          /* taken in at once; who brings one more is not read until one ends. 0: four times max_seqs */
-    const char *via;            /* schemes for KV, best first; NULL: PD_XFER_VIA */
+    const char *via;            /* schemes for KV, best first; NULL: pd_via_default */
     bool in_place;              /* KV that comes by shm is read where its giver has it, under its lease, and not copied */
     int64_t lease_us;           /* of KV that is given; 0: 30 s */
     uint32_t streams;           /* of tcp; 0: PD_XFER_STREAMS */

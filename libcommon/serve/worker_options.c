@@ -8,7 +8,7 @@ struct pd_worker_cli pd_worker_cli;
 struct poptOption pd_worker_options[] = {
     { "role", '\0', POPT_ARG_STRING, &pd_worker_cli.role, 0, "prefill, decode (default: that of the command) or both: what a router may use it for", "ROLE" },
     { "prefer", '\0', POPT_ARG_STRING, &pd_worker_cli.prefer, 0, "with --role both: its side where each worker has one (default: that of the command)", "SIDE" },
-    { "via", '\0', POPT_ARG_STRING, &pd_worker_cli.via, 0, "how KV may go and come, best first (default shm,inline; over TCP tcp,inline)", "SCHEMES" },
+    { "via", '\0', POPT_ARG_STRING, &pd_worker_cli.via, 0, "how KV may go and come, best first (default shm, inline; over TCP rdma if there is a device, tcp, inline)", "SCHEMES" },
     { "streams", '\0', POPT_ARG_STRING, &pd_worker_cli.streams, 0, "streams of data to a decode worker by tcp (default 4)", "N" },
     { "lease", '\0', POPT_ARG_STRING, &pd_worker_cli.lease, 0, "how long published KV is kept for a decode worker (default 30s)", "TIME" },
     { "in-place", '\0', POPT_ARG_NONE, &pd_worker_cli.in_place, 0, "read KV that comes by shm where the prefill worker has it", NULL },

@@ -179,6 +179,7 @@ int pd_give_finish(struct pd_move *m, const struct pd_kvdesc *kv, struct pd_err 
 }
 
 const struct pd_plan *pd_give_plan(const struct pd_move *m) { return &m->plan; }
+uint64_t pd_give_wire(const struct pd_move *m) { return m->wire; }
 
 /* ---- what the peer says ---- */
 
@@ -394,6 +395,7 @@ static int pull_one(struct pd_move *m)
     for (uint32_t k = i; k < i + sent; k++) {
         SET_BIT(m->skip, k);
         m->bytes += chunk_len(m, k);
+        m->wire += m->tr->borrows ? 0 : m->tr == &pd_inline ? x->coding.bytes : chunk_len(m, k);
         x->pulled += chunk_len(m, k);
         x->n.bytes_out += m->tr->stream ? chunk_len(m, k) : 0;
     }

@@ -73,7 +73,7 @@ static int set_caps(struct pd_xfer *x, struct pd_err *e)
 
 int pd_x_hello_make(struct pd_xfer *x, struct pd_err *e)
 {
-    const char *via = x->o.via ? x->o.via : x->o.tcp ? "tcp,inline" : "shm,inline";
+    const char *via = x->o.via ? x->o.via : pd_via_default(!x->o.tcp, x->o.tcp);
     int rc = set_caps(x, e);
     rc = rc ? rc : parse_via(x, via, e);
     return rc ? rc : greet(x, e);

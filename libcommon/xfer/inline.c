@@ -1,5 +1,6 @@
 /* inline: payload as chunk records between the protocol's own. Written from pool memory, hashed on the way out. */
 #include <sys/uio.h>
+#include "rdma_dev.h"
 #include "transport.h"
 
 static int usable(const struct pd_hello *mine, const struct pd_hello *theirs, const struct pd_xfer_opts *o, struct pd_err *e) { return 0; }
@@ -64,4 +65,10 @@ int pd_via_check(const char *via, struct pd_err *e)
         s += one.n;
     }
     return *via ? 0 : pd_fail(e, PD_EUSAGE, "--via is empty (example: --via shm,tcp,inline)");
+}
+
+const char *pd_via_default(bool unix_socket, bool tcp)
+{
+    bool rdma = tcp && pd_rdma_here();
+    return !tcp ? "shm,inline" : unix_socket ? rdma ? "shm,rdma,tcp,inline" : "shm,tcp,inline" : rdma ? "rdma,tcp,inline" : "tcp,inline";
 }

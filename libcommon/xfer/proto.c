@@ -47,8 +47,9 @@ static struct pd_move *begin(struct pd_xfer *x, struct pd_move *m, const char *r
     memcpy(m->run, run, PD_RUN_LEN);
     memcpy(m->gen, gen, PD_GEN_LEN);
     m->since = x->now;
-    m->next = x->moves;
-    x->moves = m;
+    m->next = NULL;
+    *x->moves_end = m;
+    x->moves_end = &m->next;
     x->n.moves++;
     return m;
 }
@@ -91,7 +92,8 @@ static void unlink_move(struct pd_xfer *x, struct pd_move *m)
     struct pd_move **at = &x->moves;
     while (*at != m)
         at = &(*at)->next;
-    *at = m->next;
+    if (!(*at = m->next))
+        x->moves_end = at;
     if (x->turn == m)
         x->turn = m->next;
     x->n.moves--;
@@ -256,6 +258,7 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
     x->o.stall_us = limit(o->stall_us, 30000000);
     x->o.cancel_us = limit(o->cancel_us, 1000000);
     x->all = -1;
+    x->moves_end = &x->moves;
     x->opened = x->now = now;
     struct pd_hello *h = &x->mine;
     *h = (struct pd_hello){ .version = PD_XFER_VERSION, .version_min = PD_XFER_VERSION, .epoch = o->epoch, .fp_fields = o->fp_fields,

@@ -21,7 +21,6 @@
 #include "transport.h"
 
 #define PD_XFER_MOVES 1024      /* open at once on one connection */
-#define PD_XFER_VIA "shm,tcp,inline"    /* over a Unix socket shm,inline, over TCP tcp,inline */
 enum { PD_XFER_CAPS = 4 };
 extern struct pd_str pd_xfer_caps[PD_XFER_CAPS];        /* what hello says that this end can do; of one that takes, what it converts besides (pd_conv_caps) */
 
@@ -34,7 +33,7 @@ struct pd_xfer_opts {
     bool dialled; struct pd_tcp_addr peer;      /* we dialled it, there (pd_xfer_dialled): the streams are ours to dial */
     const struct pd_net *net;           /* their keys; or NULL */
     uint32_t streams;                   /* how many; 0: PD_XFER_STREAMS */
-    const char *via;                    /* schemes that may be used, best first; NULL: PD_XFER_VIA */
+    const char *via;                    /* schemes that may be used, best first; NULL: pd_via_default */
     const char *worker, *domain;        /* may be NULL */
     uint64_t epoch;
     struct pd_bin fp_fields;            /* own fingerprint map; alive as long as the connection */
@@ -108,6 +107,7 @@ void pd_give_ready(struct pd_move *m, uint32_t chunk0, uint32_t n);     /* these
 /* All chunks are; kv: the offer's descriptor with `first` and `t`. Publishes the lease. */
 int pd_give_finish(struct pd_move *m, const struct pd_kvdesc *kv, struct pd_err *e);
 const struct pd_plan *pd_give_plan(const struct pd_move *m);
+uint64_t pd_give_wire(const struct pd_move *m);                 /* bytes of payload that went over the connection, or beside it, coded as they went; shm: none */
 
 /* ---- taking ---- */
 /* Accept. held: blocks of the pool that hold the beginning already. in_place: read full blocks where the giver has them, when that can be (shm, one shape).

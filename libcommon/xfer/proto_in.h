@@ -30,6 +30,7 @@ struct pd_move {
     struct pd_xfer_event q[QUEUE];
     uint32_t n_q;
     uint64_t bytes;                     /* of payload that went or came */
+    uint64_t wire;                      /* give: what of it went over a connection, as it is coded there */
     /* give */
     struct pd_plan plan;
     uint32_t *blocks;
@@ -79,7 +80,7 @@ struct pd_xfer {
     struct pd_out out;
     struct pd_coding coding;
     uint64_t pulled;                    /* payload bytes hashed in this call of pd_xfer_iov */
-    struct pd_move *moves, *turn;       /* all; whose chunk is next */
+    struct pd_move *moves, **moves_end, *turn;  /* all, the oldest first, so that their events come in that order; whose chunk is next */
     struct pd_seen gone;                /* run and gen of moves that are over */
     struct pd_xfer_counts n;
     struct pd_move *dying;              /* its last event was given */

@@ -114,6 +114,15 @@ static int device_try(struct ibv_device *dev, struct pd_rdma_dev **out, struct p
     return rc;
 }
 
+bool pd_rdma_here(void)
+{
+    int n = 0;
+    struct ibv_device **all = ibv_get_device_list(&n);
+    if (all)
+        ibv_free_device_list(all);
+    return all && n > 0;
+}
+
 static int device_get(struct pd_rdma_dev **out, struct pd_err *e)      /* locked */
 {
     const char *want = getenv("PD_RDMA_DEVICE");

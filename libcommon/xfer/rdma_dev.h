@@ -12,6 +12,7 @@
 
 enum { PD_RDMA_DEPTH = 1024 /* writes of one queue pair that can be under way */, PD_RDMA_RECVS = 512 /* immediates that can wait */ };
 
+bool pd_rdma_here(void);        /* there is a device at all */
 struct pd_rdma_dev;
 struct pd_rdma_qp {
     struct pd_rdma_dev *dev;

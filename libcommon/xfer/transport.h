@@ -79,4 +79,6 @@ extern const struct pd_transport *const pd_transports[PD_TRANSPORTS];
 int pd_transport_number(const char *scheme);             /* its place there */
 const struct pd_transport *pd_transport_find(struct pd_str scheme);     /* NULL: none is called so */
 int pd_via_check(const char *via, struct pd_err *e);    /* a list for --via: PD_EUSAGE names what is no transport */
+/* What is used where nobody says --via, best first: shm over a Unix socket, rdma (where there is a device) and tcp over TCP, inline. Static text. */
+const char *pd_via_default(bool unix_socket, bool tcp);
 #endif

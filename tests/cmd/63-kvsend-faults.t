@@ -14,6 +14,7 @@ import threading
 import time
 
 import tap
+from pdset import msgpack
 from tap import B, TINY, decode, lines, ok, prefill, records, results, run
 
 tmp = tempfile.mkdtemp()
@@ -32,6 +33,10 @@ def start(cmd, **kw):
 
 def key(kv):
     return {r["id"]: (tuple(r["tokens"]), r["fallback"]) for r in results(run(decode("--format", "json"), kv).stdout) if r["finish_reason"] != "error"}
+
+
+def peak(pid):
+    return int([x for x in open(f"/proc/{pid}/status") if x.startswith("VmHWM")][0].split()[1]) >> 10
 
 
 REF = key(KV)
@@ -125,6 +130,10 @@ for i in range(8):
 ev = [e for i in range(8) for e in records(run([f"{B}/bin/pd-trace", "cat", "--format", "json", f"{tmp}/t{i}"]).stdout) if e.get("state") == "kv_moved"]
 ok(any(e["retries"] for e in ev) and any(e["retries"] and e["skipped_bytes"] for e in ev) and all(e["whole"] for e in ev),
    "what was verified before is not sent again, and the trace says so", [e for e in ev if e["retries"]][:3])
+for codec, less in (("zstd", True), ("none", False)):
+    t, r, out, err, n = through("w" + codec, [], "inline", tx=["--codec", codec, "--trace", f"{tmp}/tw{codec}"])
+    ev = [e for e in records(run([f"{B}/bin/pd-trace", "cat", "--format", "json", f"{tmp}/tw{codec}"]).stdout) if e.get("state") == "kv_moved"]
+    ok((t, r) == (0, 0) and len(ev) == 60 and all((e["wire_bytes"] < e["sent_bytes"]) if less else e["wire_bytes"] == e["sent_bytes"] for e in ev), f"--codec {codec}: what went over the wire is told as it went", ev[:2])
 t, r, out, err, n = through("strict", [(300000, None)], "inline", tx=["--strict"], rx=["--strict"])
 ok((t, r) == (9, 9) and key(out) == REF, "--strict: 9, though all is there", (t, r, err))
 # By shm, then without it: the receiver that comes after the drop allows another transport. A new process, which has nothing: all that was not acknowledged goes there.
@@ -151,6 +160,79 @@ for i in range(10):
     got = key(out)
     ok(t in (0, 4) and r in (0, 4) and sorted(got) == sorted(REF) and all(got[x][0] == REF[x][0] for x in REF) and sum(f is not None for _, f in got.values()) <= 20,
        f"a flipped bit at {k}: the right tokens all the same", (t, r, {x: got.get(x) for x in REF if got.get(x) != REF[x]}, err))
+
+# ---- a receiver that is dialled again and says nothing: the other one gets its KV meanwhile
+with open(os.open(f"{tmp}/key", os.O_WRONLY | os.O_CREAT, 0o600), "w") as f:
+    f.write("k " + "ab" * 32 + "\n")
+key_args = ["--key-file", f"{tmp}/key"]
+mute = socket.socket()
+mute.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+mute.bind(("127.0.0.1", 0))
+port = mute.getsockname()[1]
+mute.close()
+rx = [start(kvsend(*key_args, "-i", f"tcp-listen:127.0.0.1:{port}")), subprocess.Popen(kvsend("-i", f"unix-listen:{tmp}/b"), stdout=open(f"{tmp}/b.out", "wb"), stderr=subprocess.PIPE)]
+t = start(kvsend(*key_args, "--resume", "9s", "--connect-timeout", "20s", "-o", f"tcp:127.0.0.1:{port}", "-o", f"unix:{tmp}/b"), stdin=subprocess.PIPE)
+t.stdin.write(KV[:60000])
+t.stdin.flush()
+time.sleep(0.5)
+rx[0].kill()
+rx[0].wait()
+mute = socket.socket()
+mute.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+mute.bind(("127.0.0.1", port))
+mute.listen(16)
+time.sleep(0.5)             # it is in the middle of a handshake that nobody answers
+was, t0 = os.path.getsize(f"{tmp}/b.out"), time.time()
+t.stdin.write(KV[60000:400000])
+t.stdin.flush()
+while os.path.getsize(f"{tmp}/b.out") < was + 200000 and time.time() < t0 + 8:
+    time.sleep(0.02)
+took = time.time() - t0
+ok(took < 2, f"one receiver is dialled again and does not answer: the other one goes on, after {took:.2f} s", (was, os.path.getsize(f"{tmp}/b.out"), t.stderr.read1() if took >= 2 else ""))
+for p in (t, *rx):
+    p.kill()
+    p.wait()
+mute.close()
+
+# ---- a sender that carries more than it is let: records that no receiver has taken are bounded
+a = socket.socket(socket.AF_UNIX)
+a.bind(f"{tmp}/catch")
+a.listen(1)
+t = start(kvsend("--via", "inline", "-i", f"{tmp}/a.kv", "-o", f"unix:{tmp}/catch"))
+c, _ = a.accept()
+u = msgpack.Unpacker()
+while True:
+    d = c.recv(65536)
+    u.feed(d)
+    try:
+        hello = u.unpack()
+        break
+    except msgpack.OutOfData:
+        pass
+t.kill()
+t.wait()
+for size in (60000, 40, 0):
+    r = start(kvsend("--max-record", "1MiB", "-i", f"unix-listen:{tmp}/flood{size}"))
+    c = socket.socket(socket.AF_UNIX)
+    while c.connect_ex(f"{tmp}/flood{size}"):
+        time.sleep(0.01)
+    c.sendall(msgpack.packb(hello))
+    body = msgpack.packb({"pd": "note", "v": 1, "text": "x" * size}) if size else b""
+    try:
+        seq = 0
+        while seq < 1000000:
+            c.sendall(b"".join(msgpack.packb({"pd": "carry", "v": 1, "seq": seq + i + 1, "rec": body}) for i in range(100)))
+            seq += 100
+    except OSError:
+        pass
+    r.stdout.close()
+    try:
+        rc = r.wait(20)
+    except subprocess.TimeoutExpired:
+        rc = "hung"
+        r.kill()
+    err = r.stderr.read()
+    ok(rc not in (0, "hung") and seq * size < 8 << 20 and (b"does not wait" if size else b"no record in it") in err, f"carried records of {size} bytes without end: refused after {seq}", (rc, err))
 
 # ---- streams that end too early
 cuts = [1, 40, 700, KV.index(b"\xa5chunk") + 8, KV.index(b"\xa4data") + 100, len(KV) // 3, len(KV) - 1]
@@ -199,10 +281,6 @@ for victim in ("sender", "receiver"):
            (rest, len(got), r.stderr.read(), t.stderr.read()))
 
 # ---- slow readers, and none
-def peak(pid):
-    return int([x for x in open(f"/proc/{pid}/status") if x.startswith("VmHWM")][0].split()[1]) >> 10
-
-
 big = run(prefill(), lines([{"id": i, "prompt": f"{i} " + "word " * 40, "max_tokens": 2, "seed": i} for i in range(900)])).stdout
 open(f"{tmp}/big.kv", "wb").write(big)
 x = start(kvsend("-i", f"{tmp}/big.kv"))

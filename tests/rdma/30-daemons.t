@@ -94,6 +94,14 @@ for via, how in (("rdma", "local"), ("rdma,inline", "remote")):
     ok("rdma: what has to be converted cannot be written straight into its place" in said, f"{name}: not by rdma, and it is said why", said)
     close(name, R, P, D)
 
+P = Worker(tmp.name, "plainP", "prefill", "-v", env=A)
+D = Worker(tmp.name, "plainD", "decode", "-v", "--listen", "tcp-listen:127.0.0.1:0", env=D_ENV).over_tcp()
+R = Router(os.path.join(tmp.name, "plainR.trace"))
+r = R.remote(reqs(1)[0], P, D)
+R.wait([r])
+ok(got(R, [r]) == want([r]) and "connected, by rdma, tcp, inline" in P.said() and D.ledger()["taken_rdma"] == 1, "nobody says --via: over TCP by rdma, as there are devices", P.said() + D.said())
+close("plain", R, P, D)
+
 P, D, R = start("cut")
 r = R.remote(reqs(1)[0], P, D)
 R.wait([r])

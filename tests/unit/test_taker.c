@@ -615,6 +615,36 @@ static void strangers(void **state)
     UNTIL(R[0].taken);          /* others are served */
 }
 
+/* Offers that nobody has asked for, over two connections: so many wait, the others are refused at once, and what is expected is taken all the same. */
+static void early_offers_are_bounded(void **state)
+{
+    struct pd_link *first = glink;
+    dial();
+    for (int i = 0; i < PD_TAKER_EARLY + 200; i++) {
+        struct pd_kvdesc d = F.d;
+        struct pd_give g = { .desc = &d, .blocks = F.blocks, .chunk_blocks = CHUNK, .via = "inline" };
+        struct pd_move *m;
+        struct pd_link *k = i & 1 ? first : glink;
+        assert_int_equal(pd_run_new(d.run, &e) | pd_gen_new(d.gen, &e), 0);
+        memcpy(d.request.run, d.run, sizeof d.run);
+        assert_int_equal(pd_lease_grant(leases, d.run, d.gen, F.blocks, BLOCKS, 0, pd_mono_us(), g.lease, &e), 0);
+        assert_int_equal(pd_lease_fill(leases, g.lease, &e), 0);
+        assert_int_equal(pd_give(pd_link_xfer(k), &g, pd_mono_us(), &m, &e), 0);
+        pd_link_soon(k);
+        if (i % 100 == 0)
+            PUMP;
+    }
+    UNTIL(pd_xfer_counts(pd_link_xfer(first)).moves + pd_xfer_counts(pd_link_xfer(glink)).moves == PD_TAKER_EARLY);
+    assert_int_equal(pd_taker_counts(T).early, PD_TAKER_EARLY);
+    name_it(0);
+    expect(0, gives[0].d.run, 5000000);
+    offer(0);
+    UNTIL(R[0].taken);
+    pd_leases_revoke_all(leases, "end", pd_mono_us());
+    pd_links_soon(&G);
+    UNTIL(!pd_taker_counts(T).early);
+}
+
 int main(void)
 {
 #define TEST(f, b) cmocka_unit_test_setup_teardown(f, b, end)
@@ -625,7 +655,7 @@ int main(void)
         TEST(forgotten_on_the_way, begin),
         TEST(what_is_here_is_not_sent, begin), TEST(the_connection_is_lost_and_it_goes_on, begin), TEST(the_connection_is_lost_and_another_comes, begin),
         TEST(the_connection_is_lost_for_good, begin), TEST(what_was_taken_is_told_over_the_next_connection, begin),
-        TEST(read_in_place, begin_in_place), TEST(strangers, begin),
+        TEST(read_in_place, begin_in_place), TEST(strangers, begin), TEST(early_offers_are_bounded, begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
