@@ -1,7 +1,7 @@
 /* tcp: payload over streams of its own beside the connection, straight into the taker's blocks; with keys each is TLS (wire/tls).
  *
- * Whoever dialled the connection dials the streams, to the same place; each begins with a `hello` that has nothing but `attach`, the connection's name. The
- * taker answers an offer with a tag (accept); chunks follow on whichever stream is free: a head of HEAD bytes, big-endian
+ * Whoever dialled the connection dials the streams, to the same place; each begins with a `hello` that has nothing but `attach`, the connection's name. A taker
+ * who was dialled answers that with "pdup": before, nothing is sent there, as what stands may be somebody between, who passes nothing on. The taker answers an offer with a tag (accept); chunks follow on whichever stream is free: a head of HEAD bytes, big-endian
  *     "pdch"  tag u32  index u32  length u32  XXH3-64
  * and the bytes. The taker reads them where they will be used, and checks them when the last one has come; the closing records go over the connection.
  * A chunk of a tag that is over is read and dropped: after withdraw nothing of the peer's reaches the blocks. A stream that ends between two chunks is one less;
@@ -20,12 +20,12 @@
 #include "proto.h"
 
 enum { HEAD = 24, PIECES = 256, WASTE = 64 << 10, A_TURN = 1 << 20 /* bytes that one stream moves before another has its turn */ };
-static const char magic[4] = "pdch";
+static const char magic[4] = "pdch", here[4] = "pdup";
 
 struct stream {
     int fd;
     struct pd_tls *tls;
-    enum { S_CONNECTING, S_SHAKING, S_ATTACHING, S_UP, S_OVER } state;
+    enum { S_CONNECTING, S_SHAKING, S_ATTACHING, S_ANNOUNCED /* giving: not answered yet */, S_UP, S_OVER } state;
     unsigned events;                    /* asked of epoll */
     uint8_t head[HEAD];
     size_t at_head;                     /* of it: went, or came */
@@ -181,20 +181,6 @@ static int up(void *path, const char **why)
     return p->n_up ? 1 : p->n && p->n == p->n_over ? -1 : 0;
 }
 
-static int take_stream(void *path, int fd, struct pd_tls *tls, struct pd_err *e)
-{
-    struct path *p = path;
-    int rc = p->dead.code ? p->dead.code : p->n == PD_XFER_STREAMS_MAX ? pd_fail(e, PD_ECORRUPT, "tcp: more than %d streams", PD_XFER_STREAMS_MAX) : 0;
-    if (rc) {
-        pd_tls_free(tls);
-        close(fd);
-        return rc;
-    }
-    pd_tcp_tune(fd);
-    rc = add(p, fd, tls, S_UP);
-    return rc ? rc : want(p, &p->s[p->n - 1], tls && pd_tls_pending(tls) ? EPOLLIN | EPOLLOUT : EPOLLIN);      /* what came behind its first record */
-}
-
 /* ---- bytes ---- */
 
 static int failed(struct path *p, struct stream *s, const char *what)
@@ -232,13 +218,29 @@ static ssize_t get(struct path *p, struct stream *s, struct iovec *v, int n)
     ssize_t k = pd_fault("read") ? (errno = EIO, -1) : s->tls ? pd_tls_read(s->tls, v->iov_base, v->iov_len) : recvmsg(s->fd, &m, MSG_DONTWAIT);
     if (k > 0)
         return k;
-    if (k == 0 && !s->has && !s->at_head)
+    if (k == 0 && (s->state != S_UP || (!s->has && !s->at_head)))
         end_stream(p, s, "the peer closed it");
     else if (k == 0)
         die(p, PD_ECANCEL, "the peer closed a stream of data inside a chunk");
     else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
         failed(p, s, "cannot be read");
     return -1;
+}
+
+static int take_stream(void *path, int fd, struct pd_tls *tls, struct pd_err *e)
+{
+    struct path *p = path;
+    int rc = p->dead.code ? p->dead.code : p->n == PD_XFER_STREAMS_MAX ? pd_fail(e, PD_ECORRUPT, "tcp: more than %d streams", PD_XFER_STREAMS_MAX) : 0;
+    if (rc) {
+        pd_tls_free(tls);
+        close(fd);
+        return rc;
+    }
+    pd_tcp_tune(fd);
+    rc = add(p, fd, tls, S_UP);
+    if (!rc && !p->giving)          /* into an empty socket: whole, or it has gone already */
+        put(p, &p->s[p->n - 1], &(struct iovec){ (char *)here, sizeof here }, 1);
+    return rc ? rc : want(p, &p->s[p->n - 1], tls && pd_tls_pending(tls) ? EPOLLIN | EPOLLOUT : EPOLLIN);      /* what came behind its first record */
 }
 
 /* n bytes of the pieces went or came. */
@@ -541,9 +543,27 @@ static void come_up(struct path *p, struct stream *s)
     }
     if (s->state == S_OVER)
         return;
-    s->at_head = s->rest.n = 0;
-    s->state = S_UP;
-    p->n_up++;
+    if (s->state == S_ATTACHING) {
+        s->at_head = s->rest.n = 0;
+        s->state = p->giving ? S_ANNOUNCED : S_UP;
+        p->n_up += s->state == S_UP;
+    }
+    while (s->state == S_ANNOUNCED) {
+        ssize_t k = get(p, s, &(struct iovec){ s->head + s->at_head, sizeof here - s->at_head }, 1);
+        if (k < 0 || s->state == S_OVER)
+            break;
+        if ((s->at_head += (size_t)k) < sizeof here)
+            continue;
+        s->at_head = 0;
+        if (memcmp(s->head, here, sizeof here)) {
+            end_stream(p, s, "what answers there is not the taker");
+            return;
+        }
+        s->state = S_UP;
+        p->n_up++;
+    }
+    if (s->state == S_OVER)
+        return;
     want(p, s, s->tls && pd_tls_unsent(s->tls) ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }
 

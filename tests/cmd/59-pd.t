@@ -4,7 +4,10 @@ the filter and the aggregated worker give; what the decode worker holds already 
 the merged log of all keeps every rule."""
 import os
 import re
+import socket
 import tempfile
+import threading
+import time
 
 import pdset
 import tap
@@ -103,6 +106,38 @@ r = R.remote(dict(reqs(1)[0], timeouts_ms={"prefill": 1000}), P, D)
 ok(R.wait([r]) and R.result(r)["mode"] == "local" and results(R, [r]).items() <= FILTER.items() and "tcp: what has to be converted" in D.said() + P.said(),
    "by streams alone it cannot be converted: computed here, and it is said", (R.got[r["run"]], P.said(), D.said()))
 close("streams alone", R, P, D)
+
+# ---- a forwarder between the two that takes one connection, and leaves the others where they knock ----
+
+class OneOnly:
+    def __init__(self, to):
+        self.l = socket.create_server(("127.0.0.1", 0), backlog=50)
+        self.at, self.p = "tcp:127.0.0.1:%d" % self.l.getsockname()[1], to.p
+        self.to = ("127.0.0.1", int(to.at.rsplit(":", 1)[1]))
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        a, b = self.l.accept()[0], socket.create_connection(self.to)
+        for x, y in ((a, b), (b, a)):
+            threading.Thread(target=self.pump, args=(x, y), daemon=True).start()
+
+    def pump(self, x, y):
+        while d := x.recv(65536):
+            y.sendall(d)
+
+
+P = Worker(tmp.name, "fwdP", "prefill", "-v")
+D = Worker(tmp.name, "fwdD", "decode", "--listen", "tcp-listen:127.0.0.1:0").over_tcp()
+R = Router(os.path.join(tmp.name, "fwdR.trace"))
+t0 = time.monotonic()
+between, r = OneOnly(D), R.request(reqs(1)[0])
+R.event(r["run"], "route_selected")
+for w in (D, P):
+    R.to(w).send(R.route(r, "remote", P, between))
+ok(R.wait([r]) and results(R, [r]).items() <= FILTER.items() and R.result(r)["mode"] == "remote" and time.monotonic() - t0 < 6,
+   f"a forwarder of one connection: by KV, after {time.monotonic() - t0:.1f} s", R.got)
+ok("by tcp, inline (tcp: no stream of data stood within 2000 ms)" in P.said() and D.ledger()["taken_inline"] == 1, "and it is said that it goes in the stream, and why", P.said())
+close("forwarder", R, P, D)
 
 # ---- blocks that the decode worker holds are not sent ----
 

@@ -100,7 +100,9 @@ class Gate:
                 return
             buf += d
             while buf:
-                if data:
+                if not self.unix and buf[:4] == b"pdup":        # the answer to a data stream
+                    n, kind = 4, "up"
+                elif data:
                     if len(buf) < 24 or len(buf) < (n := 24 + struct.unpack(">I", buf[12:16])[0]):
                         break
                     kind = "chunk"
@@ -148,7 +150,7 @@ class Sweep:
         self.gate.seen.clear()
         self.ask()
         if not self.R.wait([self.last]) or self.R.result(self.last)["mode"] != "remote":
-            raise RuntimeError(f"{way}: {self.R.got[self.last['run']]} {self.P.said()} {self.D.said()}")
+            raise RuntimeError(f"{way}: {self.P.said()} {self.D.said()}")
         self.free()
         self.seen = dict(self.gate.seen)
 

@@ -88,34 +88,76 @@ static void the_first_goes_by_tcp(void **state)
     pd_keys_free(k);
 }
 
-/* The giver's side of a stream stands first: what it sends may be in TLS's buffer, where epoll sees none of it, when the taker gets the stream. */
-static void chunks_behind_the_first_record(void **state)
+/* What takes a stream's connection may not be the taker: nothing goes there before the taker has said that it has it. */
+static void not_before_it_is_answered(void **state)
 {
     struct pd_err e;
-    struct xf w;
     struct pd_keys *k = NULL;
     assert_int_equal(pd_keys_parse(K1, strlen(K1), "keys", &k, &e), 0);
-    xf_keys = k;
-    xf_open(&w, &(struct pd_xfer_opts){ .epoch = 3, .tcp = true, .streams = 1 }, NULL);
-    w.hold = true;
-    for (int i = 0; i < 200 && !w.got[0][PD_XE_READY]; i++) {
-        xf_news(&w);
-        xf_step(&w);
-    }
-    assert_int_equal(xf_give(&w, NULL, &e), 0);
-    assert_string_equal(pd_move_scheme(w.gm), "tcp");
-    pd_give_ready(w.gm, 0, 6);          /* no more than that buffer holds */
-    for (int i = 0; i < 200; i++)
-        xf_step(&w);
-    w.hold = false;
-    xf_pump(&w);
-    assert_true(pd_xfer_counts(w.t).bytes_in > 0);
-    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
-    xf_pump(&w);
-    assert_true(xf_same(&w));
-    xf_close(&w);
+    for (int sealed = 0; sealed < 2; sealed++)
+        for (int answered = 0; answered < 2; answered++) {
+            struct xf w;
+            xf_keys = sealed ? k : NULL;
+            xf_open(&w, &(struct pd_xfer_opts){ .epoch = 3, .tcp = true, .streams = 2 }, NULL);
+            w.hold = true;
+            for (int i = 0; i < 200; i++) {
+                xf_news(&w);
+                xf_step(&w);
+            }
+            assert_true(pd_xfer_open(w.g));
+            assert_int_equal(w.got[0][PD_XE_READY], 0);
+            if (answered) {
+                w.hold = false;
+                xf_pump(&w);
+            } else {
+                pd_xfer_tick(w.g, w.now += 2000000);
+                xf_events(&w);
+                assert_string_equal(pd_xfer_via(w.g), "tcp, inline (tcp: no stream of data stood within 2000 ms)");
+            }
+            assert_int_equal(w.got[0][PD_XE_READY], 1);
+            assert_int_equal(xf_give(&w, NULL, &e), 0);
+            assert_string_equal(pd_move_scheme(w.gm), answered ? "tcp" : "inline");
+            assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+            xf_pump(&w);
+            assert_true(xf_same(&w));
+            xf_close(&w);
+        }
     xf_keys = NULL;
     pd_keys_free(k);
+}
+
+/* What answers is not the taker, or answers and goes. */
+static void what_answers_is_not_the_taker(void **state)
+{
+    static const char *const said[] = { "HTTP/1.1 400", "pdu", "pdup and more" };
+    for (int i = 0; i < 3; i++) {
+        struct xf w;
+        struct pd_err e;
+        xf_open(&w, &(struct pd_xfer_opts){ .epoch = 3, .tcp = true, .streams = 1 }, NULL);
+        records_alone(&w, 6);
+        int fd = -1;
+        while ((fd = accept(w.listener, NULL, NULL)) < 0)
+            xf_news(&w);
+        assert_int_equal(send(fd, said[i], strlen(said[i]), 0), strlen(said[i]));
+        close(fd);
+        for (int k = 0; k < 200 && !w.got[0][PD_XE_READY]; k++) {
+            xf_news(&w);
+            pd_xfer_poll(w.g, w.now);
+            xf_events(&w);
+        }
+        assert_int_equal(w.got[0][PD_XE_READY], 1);
+        for (int k = 0; k < 20; k++) {
+            xf_news(&w);
+            pd_xfer_poll(w.g, w.now);
+        }
+        assert_true(pd_xfer_open(w.g));
+        assert_int_equal(xf_give(&w, NULL, &e), 0);
+        assert_string_equal(pd_move_scheme(w.gm), "inline");
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        records_alone(&w, 200);
+        assert_true(xf_same(&w));
+        xf_close(&w);
+    }
 }
 
 /* Those that the taker dials may never come: it is not waited for ever. */
@@ -383,7 +425,7 @@ int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(handed_over), cmocka_unit_test(the_first_goes_by_tcp), cmocka_unit_test(chunks_behind_the_first_record), cmocka_unit_test(streams_that_do_not_come), cmocka_unit_test(without_streams), cmocka_unit_test(what_a_stream_may_not_say), cmocka_unit_test(a_chunk_on_two_streams_at_once),
+        cmocka_unit_test(handed_over), cmocka_unit_test(the_first_goes_by_tcp), cmocka_unit_test(not_before_it_is_answered), cmocka_unit_test(what_answers_is_not_the_taker), cmocka_unit_test(streams_that_do_not_come), cmocka_unit_test(without_streams), cmocka_unit_test(what_a_stream_may_not_say), cmocka_unit_test(a_chunk_on_two_streams_at_once),
         cmocka_unit_test(dropped_in_the_middle), cmocka_unit_test(revoked_while_sockets_are_full) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
