@@ -35,6 +35,17 @@ uint64_t pd_xxh3(const void *p, size_t n, uint64_t seed)
     return XXH3_64bits_withSeed(p, n, seed);
 }
 
+_Static_assert(sizeof(XXH3_state_t) <= sizeof(struct pd_xxh3_sum) && _Alignof(XXH3_state_t) <= 64, "the state of libxxhash has grown");
+
+void pd_xxh3_begin(struct pd_xxh3_sum *s, uint64_t seed)
+{
+    XXH3_INITSTATE((XXH3_state_t *)s);
+    XXH3_64bits_reset_withSeed((XXH3_state_t *)s, seed);
+}
+
+void pd_xxh3_add(struct pd_xxh3_sum *s, const void *p, size_t n) { XXH3_64bits_update((XXH3_state_t *)s, p, n); }
+uint64_t pd_xxh3_end(const struct pd_xxh3_sum *s) { return XXH3_64bits_digest((const XXH3_state_t *)s); }
+
 uint64_t pd_xxh3v(const struct iovec *v, int n, uint64_t seed)
 {
     if (n == 1)

@@ -10,6 +10,11 @@ int pd_sha256(const void *p, size_t n, uint8_t out[PD_SHA_LEN], struct pd_err *e
 uint64_t pd_xxh3(const void *p, size_t n, uint64_t seed);
 struct iovec;
 uint64_t pd_xxh3v(const struct iovec *v, int n, uint64_t seed);
+/* The same bit by bit, of bytes that are at hand for other reasons: begin, add each piece in its order, end. */
+struct pd_xxh3_sum { _Alignas(64) uint8_t room[640]; };
+void pd_xxh3_begin(struct pd_xxh3_sum *s, uint64_t seed);
+void pd_xxh3_add(struct pd_xxh3_sum *s, const void *p, size_t n);
+uint64_t pd_xxh3_end(const struct pd_xxh3_sum *s);
 void pd_put_be64(uint8_t out[8], uint64_t v);
 uint64_t pd_get_be64(const uint8_t in[8]);
 

@@ -579,6 +579,9 @@ int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd
         im->us += pd_mono_us() - t0;
         return 0;
     }
+    struct pd_xxh3_sum s;
+    bool copied = false;        /* then each block is summed while it is in the cache; else they are, in pieces as long as they lie together */
+    pd_xxh3_begin(&s, seed_of(im, at));
     for (int v = 0; v < 2; v++)
         for (uint32_t i = at.block0; i < at.block0 + at.blocks; i++) {
             uint8_t *to = pd_pool_base(im->pool, im->blocks[i]) + pd_pool_off(im->pool, (int)at.layer, v);
@@ -587,10 +590,12 @@ int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd
                 memcpy(to, what, bytes);
             if ((to != what || !im->from) && pd_fault("flip"))
                 to[bytes / 2] ^= 1;
+            copied |= i == at.block0 && !v && to != what;
+            if (copied)
+                pd_xxh3_add(&s, to, bytes);
             last[v] = to;
         }
-    int n = pieces(im->pool, im->blocks, at, im->iov);
-    uint64_t sum = pd_xxh3v(im->iov, n, seed_of(im, at));
+    uint64_t sum = copied ? pd_xxh3_end(&s) : pd_xxh3v(im->iov, pieces(im->pool, im->blocks, at, im->iov), seed_of(im, at));
     im->us += pd_mono_us() - t0;
     if (sum != xxh3)
         return wrong_sum(im, index, at, xxh3, sum, e);
