@@ -113,6 +113,7 @@ class OneOnly:
     def __init__(self, to):
         self.l = socket.create_server(("127.0.0.1", 0), backlog=50)
         self.at, self.p = "tcp:127.0.0.1:%d" % self.l.getsockname()[1], to.p
+        self.name = to.name
         self.to = ("127.0.0.1", int(to.at.rsplit(":", 1)[1]))
         threading.Thread(target=self.serve, daemon=True).start()
 

@@ -22,7 +22,7 @@ class Gate:
     """Dialled by the prefill worker in place of the decode worker. It passes records one by one, descriptors with theirs, and chunks of data streams."""
 
     def __init__(self, folder, to, opaque=False):
-        self.opaque, self.p = opaque, to.p
+        self.opaque, self.p, self.name = opaque, to.p, to.name
         self.lock = threading.Lock()
         self.open = threading.Event()
         self.arm(None)
