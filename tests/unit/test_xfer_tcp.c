@@ -1,5 +1,6 @@
 /* KV over streams of its own: both ways of dialling, with and without keys, what a stream may not say, and what is under way when a hand-over ends. */
 #include <arpa/inet.h>
+#include <netinet/tcp.h>
 #include <signal.h>
 #include <sys/mman.h>
 #define FIX_POOL_BYTES (48 << 20)
@@ -243,6 +244,7 @@ static void begin_by_hand(struct by_hand *h)
     assert_int_equal(pd_hello_encode(&a, &b, &e), 0);
     assert_int_equal(getsockname(h->w.listener, (struct sockaddr *)&at, &n), 0);
     h->fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_int_equal(setsockopt(h->fd, IPPROTO_TCP, TCP_NODELAY, &(int){ 1 }, sizeof(int)), 0);        /* a chunk goes in two writes */
     assert_int_equal(connect(h->fd, (struct sockaddr *)&at, n), 0);
     assert_int_equal(send(h->fd, b.p, b.n, 0), b.n);
     pd_buf_free(&b);
