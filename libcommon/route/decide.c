@@ -213,8 +213,12 @@ static uint32_t domain_of(struct pd_decision *o, struct pd_str name)
         i++;
     if (i < rec->n_domains)
         return i;
-    if (i == PD_ROUTE_DOMAINS)
-        return 0;
+    if (i >= PD_DECIDE_OTHERS) {
+        if (rec->n_domains == PD_ROUTE_DOMAINS)
+            return PD_DECIDE_OTHERS;
+        i = PD_DECIDE_OTHERS;
+        name = (struct pd_str){ "others", 6 };
+    }
     o->domains[rec->n_domains++] = name;
     return i;
 }
@@ -255,6 +259,19 @@ static void batch(const struct pd_member *m, const struct pd_need *q, struct pd_
     w->kv_tokens = l->seqs ? l->kv_tokens / l->seqs * w->seqs : (uint64_t)w->seqs * q->prompt_tokens;
 }
 
+/* Where m is, as an index of `domains`. */
+static uint32_t place_of(struct pd_decision *o, struct pd_member *m)
+{
+    const struct pd_need *q = &o->need;
+    int at = q->paths && pd_paths_topology(q->paths) ? pd_decide_end(o, m)->spot.domain : -1;
+    if (at >= 0 && o->domain_at[at])
+        return o->domain_at[at] - 1u;
+    uint32_t i = domain_of(o, pd_decide_domain(o, m));
+    if (at >= 0)
+        o->domain_at[at] = (uint16_t)(i + 1);
+    return i;
+}
+
 static void row(struct pd_decision *o, const struct pd_candidate *c, bool decodes, struct pd_route_row *w)
 {
     const struct pd_member *m = c->m;
@@ -266,7 +283,7 @@ static void row(struct pd_decision *o, const struct pd_candidate *c, bool decode
     if (!m->known)
         return;
     w->epoch = m->said.epoch;
-    w->domain = domain_of(o, pd_decide_domain(o, c->m));
+    w->domain = place_of(o, c->m);
     w->kin = kin_of(m, decodes);
     w->load_age_us = q->now_us > m->said_us ? q->now_us - m->said_us : 0;
     w->runs_most = most_runs(m);
@@ -304,6 +321,7 @@ static void begin(struct pd_decision *o, const struct pd_need *q)
     o->p = o->d = NULL;
     o->epoch = 0;
     o->n_p = o->n_d = o->left_out = 0;
+    memset(o->domain_at, 0, sizeof o->domain_at);
     memset(rec, 0, offsetof(struct pd_route_rec, pair));
     rec->p = o->p_rows;
     rec->d = o->d_rows;

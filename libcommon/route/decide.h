@@ -65,6 +65,7 @@ struct pd_decision {
     struct pd_route_path paths[PD_ROUTE_PATHS];
     struct pd_str domains[PD_ROUTE_DOMAINS];
     char words[PD_ROUTE_PATHS][80];     /* of paths */
+    uint16_t domain_at[PD_TOPO_DOMAINS];        /* of the topology: 1 + its index in `domains`; 0: none yet */
 };
 /* Fills *out, which is large: keep one, zeroed before the first time. */
 void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_decision *out);

@@ -3,6 +3,8 @@
 #define PD_ROUTE_DECIDE_IN_H
 #include "decide.h"
 
+enum { PD_DECIDE_OTHERS = PD_ROUTE_DOMAINS - 1 };       /* the index of all domains that there is no room for: as if they were in none */
+
 /* Of this decision's paths, which are there. */
 const struct pd_path_end *pd_decide_end(const struct pd_decision *o, struct pd_member *m);
 /* Where m is: by the topology, else as it says. */

@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include "decide_in.h"
 
-enum { GUESS_BYTES = 1 << 20, SPECIAL = 32, EACH = PD_ROUTE_PATHS - SPECIAL };
+enum { GUESS_BYTES = 1 << 20, SPECIAL = 32, EACH = PD_ROUTE_PATHS - SPECIAL - 1 };
 
 static struct pd_spread spread(struct pd_cost c, double least)
 {
@@ -39,8 +39,8 @@ static void by_experience(struct pd_decision *o, struct pd_member *p, struct pd_
     x->kib_ns = kib_ns;
 }
 
-/* One more path of the record: that of a pair, or of its domains, whatever this pair has been through. heed: what the rule would rather not have is excluded. */
-static struct pd_route_path *add(struct pd_decision *o, struct pd_member *p, struct pd_member *d, bool pair, bool heed)
+/* One more path of the record: that of a pair (from -1), or of its domains, whatever this pair has been through. heed: what the rule would rather not have is excluded. */
+static struct pd_route_path *add(struct pd_decision *o, struct pd_member *p, struct pd_member *d, int32_t from, int32_t to, bool heed)
 {
     struct pd_route_rec *r = &o->rec;
     struct pd_path_view v;
@@ -48,16 +48,19 @@ static struct pd_route_path *add(struct pd_decision *o, struct pd_member *p, str
     struct pd_path_end a = *pd_decide_end(o, p), b = *pd_decide_end(o, d);
     struct pd_route_path *x = &o->paths[r->n_paths];
     char *words = o->words[r->n_paths++];
-    if (!pair) {
+    if (from >= 0) {
         a.key = b.key = 0;
         a.at = b.at = NULL;
+        a.spot.domain = from == PD_DECIDE_OTHERS ? -1 : a.spot.domain;
+        b.spot.domain = to == PD_DECIDE_OTHERS ? -1 : b.spot.domain;
     }
     pd_paths_view(o->need.paths, &a, &b, bytes ? bytes : GUESS_BYTES, o->need.now_us, &v);
     const char *kind = pd_near_names[v.near], *state = pd_path_state(&v, o->need.now_us);
-    *x = (struct pd_route_path){ .p = -1, .d = -1, .from = -1, .to = -1, .kind = { kind, strlen(kind) }, .latency = spread(v.latency, 0), .kib_ns = spread(v.kib_ns, 0),
+    *x = (struct pd_route_path){ .p = -1, .d = -1, .from = from, .to = to, .kind = { kind, strlen(kind) }, .latency = spread(v.latency, 0), .kib_ns = spread(v.kib_ns, 0),
         .sync = spread(v.sync, 0), .active = v.active, .penalty_us = (int64_t)(v.penalty_us < (double)PD_US_MOST ? v.penalty_us : (double)PD_US_MOST),
         .age_us = v.age_us > 0 ? v.age_us : 0, .breaker = { state, state ? strlen(state) : 0 } };
-    by_experience(o, p, d, kind, bytes, x);
+    if (from != PD_DECIDE_OTHERS && to != PD_DECIDE_OTHERS)
+        by_experience(o, p, d, kind, bytes, x);
     x->x = v.x == PD_PATH_HOLD ? PD_X_HOLD : v.x == PD_PATH_BREAKER ? PD_X_PATH : v.x == PD_PATH_DOMAIN || (v.second && heed) ? PD_X_DOMAIN : PD_X_NO;
     if (!x->x)
         return x;
@@ -68,13 +71,17 @@ static struct pd_route_path *add(struct pd_decision *o, struct pd_member *p, str
     return x;
 }
 
-/* Somebody of each domain of a side. */
-static void some(const struct pd_candidate *c, const struct pd_route_row *w, uint32_t n, struct pd_member *of[PD_ROUTE_DOMAINS])
+/* Somebody of each domain of a side; how many domains that are. */
+static uint32_t some(const struct pd_candidate *c, const struct pd_route_row *w, uint32_t n, struct pd_member *of[PD_ROUTE_DOMAINS])
 {
+    uint32_t domains = 0;
     memset(of, 0, PD_ROUTE_DOMAINS * sizeof *of);
     for (uint32_t i = 0; i < n; i++)
-        if (!c[i].x && c[i].m->known && !of[w[i].domain])
+        if (!c[i].x && c[i].m->known && !of[w[i].domain]) {
             of[w[i].domain] = c[i].m;
+            domains++;
+        }
+    return domains;
 }
 
 static int32_t row_of(const struct pd_decision *o, const struct pd_candidate *c, uint32_t n, uint64_t key)
@@ -95,7 +102,7 @@ static void special(struct pd_decision *o, bool heed)
         int32_t p = row_of(o, o->p_row, o->n_p, pair[i].p), d = p < 0 ? -1 : row_of(o, o->d_row, o->n_d, pair[i].d);
         if (d < 0)
             continue;
-        struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, true, heed);
+        struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, -1, -1, heed);
         x->p = p;
         x->d = d;
         done++;
@@ -164,20 +171,30 @@ void pd_decide_paths(struct pd_decision *o, bool heed)
         return;
     r->degraded |= t ? 0 : PD_DG_NO_TOPOLOGY;
     r->versions.topology = t ? pd_topology_version(t) >> 11 : 0;       /* as an integer that every reader has */
-    some(o->p_row, o->p_rows, o->n_p, from);
-    some(o->d_row, o->d_rows, o->n_d, to);
+    uint32_t n = some(o->p_row, o->p_rows, o->n_p, from);
+    n *= some(o->d_row, o->d_rows, o->n_d, to);
     bool any_x = false;
-    for (int near = 0; near < PD_NEAR_N; near++)        /* the near ones, should there not be room for all */
+    int32_t plain[2] = { -1, -1 };      /* a pair of domains of which nothing is known but that they are far from each other */
+    int last = n > EACH ? PD_NEAR_N : 1;      /* the near ones first, should there not be room for all */
+    for (int near = 0; near < last; near++)
         for (uint32_t i = 0; i < r->n_domains; i++)
             for (uint32_t k = 0; k < r->n_domains && r->n_paths < EACH; k++) {
                 if (!from[i] || !to[k])
                     continue;
-                if (pd_paths_near(o->need.paths, pd_decide_end(o, from[i]), pd_decide_end(o, to[k])) != (enum pd_near)near)
+                const struct pd_path_end *a = pd_decide_end(o, from[i]), *b = pd_decide_end(o, to[k]);
+                if (last > 1 && pd_paths_near(o->need.paths, a, b) != (enum pd_near)near)
                     continue;
-                struct pd_route_path *x = add(o, from[i], to[k], false, heed);
-                x->from = (int32_t)i;
-                x->to = (int32_t)k;
+                if (pd_paths_plain(o->need.paths, a, b)) {
+                    plain[0] = (int32_t)i;
+                    plain[1] = (int32_t)k;
+                    continue;
+                }
+                add(o, from[i], to[k], (int32_t)i, (int32_t)k, heed);
             }
+    if (plain[0] >= 0) {        /* one row for all of them */
+        struct pd_route_path *x = add(o, from[plain[0]], to[plain[1]], plain[0], plain[1], heed);
+        x->from = x->to = -1;
+    }
     special(o, heed);
     for (uint32_t i = 0; i < r->n_paths; i++)
         any_x |= r->paths[i].x != PD_X_NO;

@@ -118,6 +118,12 @@ static const struct pd_way *way_of(const struct pd_paths *x, const struct pd_pat
     return pd_way_of_class(p->label && p->label == d->label ? PD_NEAR_LOCAL : PD_NEAR_CROSS);
 }
 
+bool pd_paths_plain(const struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d)
+{
+    const struct pd_way *w = way_of(x, p, d);
+    return w->near == PD_NEAR_CROSS && !w->line && (x->o.rule.how == PD_DOMAIN_ANY || x->o.rule.near == PD_NEAR_CROSS) && !learnt_of(x, p, d);
+}
+
 enum pd_near pd_paths_near(const struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d) { return way_of(x, p, d)->near; }
 
 static void pair_key(uint64_t p, uint64_t d, enum pd_near near, uint8_t key[17])

@@ -37,6 +37,8 @@ const struct pd_topology *pd_paths_topology(const struct pd_paths *x);
 struct pd_path_end pd_path_end_of(const struct pd_paths *x, const char *at, struct pd_str worker, struct pd_str domain);
 
 bool pd_paths_prefer(const struct pd_paths *x);         /* the rule is to prefer */
+/* It is as all between domains that are far from each other: no line, no transfer, no rule tells it from others. */
+bool pd_paths_plain(const struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d);
 enum pd_near pd_paths_near(const struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d);
 
 enum pd_path_x { PD_PATH_MAY, PD_PATH_HOLD, PD_PATH_DOMAIN, PD_PATH_BREAKER };

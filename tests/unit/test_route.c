@@ -593,6 +593,34 @@ static void a_domain_is_required(void **state)
     assert_true(dec.rec.degraded & PD_DG_NO_TOPOLOGY);
 }
 
+/* More domains than a record has room for: those that are left out are in none, so nobody is taken for near who is not. */
+static void too_many_domains(void **state)
+{
+    struct pd_buf text = { 0 };
+    for (int i = 0; i < 80; i++) {
+        char at[24];
+        snprintf(at, sizeof at, "unix:/p%d", i);
+        say((struct who)READY(at, "prefill"), 1)->given = i == 70 ? 100 : 0;
+        assert_int_equal(pd_buf_printf(&text, &e, "domain r%d rack\nworker %s in r%d\n", i, at, i), 0);
+    }
+    assert_int_equal(pd_buf_printf(&text, &e, "worker unix:/d in r70\n%c", 0), 0);
+    say((struct who)READY("unix:/d", "decode"), 1);
+    use_paths((char *)text.p, (struct pd_paths_opts){ 0 });
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    assert_true(dec.rec.n_domains == PD_ROUTE_DOMAINS && dec.rec.n_paths <= PD_ROUTE_PATHS);
+    use_paths((char *)text.p, (struct pd_paths_opts){ .rule = { PD_DOMAIN_REQUIRE, PD_NEAR_RACK } });
+    assert_true(decide(PD_POLICY_FIXED, 1000) != PD_CHOSEN || !strcmp(dec.p->at, "unix:/p70"));
+    pd_registry_remove(&reg, pd_registry_find(&reg, (struct pd_str){ "unix:/p3", 8 }));
+    for (int i = 10; i < 69; i++) {     /* with fewer of them it is found */
+        char at[24];
+        snprintf(at, sizeof at, "unix:/p%d", i);
+        pd_registry_remove(&reg, pd_registry_find(&reg, (struct pd_str){ at, strlen(at) }));
+    }
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+    assert_string_equal(dec.p->at, "unix:/p70");
+    pd_buf_free(&text);
+}
+
 static void a_breaker_keeps_a_pair_apart(void **state)
 {
     struct pd_member *p0 = say((struct who)READY("unix:/p0", "prefill"), 1), *p1 = say((struct who)READY("unix:/p1", "prefill"), 1),
@@ -670,6 +698,6 @@ int main(void)
         T(no_kv_crosses_epochs),
         T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs),
 #define P(f) cmocka_unit_test_teardown(f, clean_paths)
-        P(a_domain_is_required), P(a_breaker_keeps_a_pair_apart), P(who_is_maintained_gets_nothing), P(limits_of_room_and_fallbacks) };
+        P(a_domain_is_required), P(too_many_domains), P(a_breaker_keeps_a_pair_apart), P(who_is_maintained_gets_nothing), P(limits_of_room_and_fallbacks) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
