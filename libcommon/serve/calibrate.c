@@ -22,7 +22,7 @@
 static char *note;
 static int reps, quick, no_paths;
 struct poptOption pd_calibrate_options[] = {
-    { "reps", '\0', POPT_ARG_INT, &reps, 0, "timed repetitions of each step (default 5; the median counts)", "N" },
+    { "reps", '\0', POPT_ARG_INT, &reps, 0, "timed repetitions of each step (default 3; the median counts)", "N" },
     { "quick", '\0', POPT_ARG_NONE, &quick, 0, "few and short steps: seconds, for a test", NULL },
     { "no-paths", '\0', POPT_ARG_NONE, &no_paths, 0, "leave the transports out", NULL },
     { "note", '\0', POPT_ARG_STRING, &note, 0, "conditions to be written beside the figures (a commit, what else ran)", "TEXT" },
@@ -350,7 +350,7 @@ int pd_calibrate_verb(struct pd_err *e)
         return pd_fail(e, PD_EUSAGE, "--reps: %d is out of range 1 to 32 (example: --reps 5)", reps);
     if (!pd_engine_cli.model)
         return pd_fail(e, PD_EUSAGE, "-m: a model file is needed (example: pd-bench calibrate -m model.gguf -o profile.json)");
-    reps = reps ? reps : quick ? 3 : 5;
+    reps = reps ? reps : 3;
     int rc = no_paths ? 0 : paths(&m, e);       /* before there are threads: it forks */
     rc = rc ? rc : pd_engine_open("bench", &m.rt, e);
     rc = rc ? rc : engine(&m, e);
