@@ -2,41 +2,19 @@
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../kv/prefix.h"
-#include "../wire/pack.h"
 #include "router_in.h"
 
 enum { ASK_US = 1000000, ASK_MAX_US = 64000000, SWEEP_US = 5000, CROWDED = PD_INDEX_SLOTS / 2 };
 
 /* ---- asking ---- */
 
-static int encode_question(const struct pd_feed *f, struct pd_buf *b, struct pd_err *e)
-{
-    struct pd_packer k;
-    pd_pack_init(&k, b, e);
-    msgpack_pack_map(&k.pk, f->known ? 6 : 4);
-    pd_pack_text(&k, "pd");
-    pd_pack_text(&k, "status");
-    pd_pack_text(&k, "v");
-    msgpack_pack_int(&k.pk, 1);
-    pd_pack_text(&k, "follow");
-    msgpack_pack_true(&k.pk);
-    pd_pack_text(&k, "events");
-    msgpack_pack_true(&k.pk);
-    if (f->known) {
-        pd_pack_text(&k, "life");
-        pd_pack_bin(&k, f->life, PD_LIFE_LEN);
-        pd_pack_text(&k, "seq");
-        msgpack_pack_uint64(&k.pk, f->seq);
-    }
-    return k.rc;
-}
-
 /* A connection that fails now ends, and is asked anew when it is back. */
 static void ask(struct pd_router *r, struct pd_rt_worker *w)
 {
     struct pd_buf b = { 0 };
     struct pd_err e;
-    if (encode_question(&w->feed.f, &b, &e) == 0) {
+    const struct pd_feed *f = &w->feed.f;
+    if (pd_follow_encode(true, f->known ? f->life : NULL, f->seq, &b, &e) == 0) {
         if (w->feed.from == PD_RT_REGISTRATION && w->reg)
             pd_conn_put(w->reg, b.p, b.n, &e);
         else if (w->feed.from == PD_RT_FOLLOWED)

@@ -1,6 +1,7 @@
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
+#include "../wire/kvevent.h"
 #include "../wire/pack.h"
 #include "dispatch.h"
 #include "upstream.h"
@@ -93,19 +94,35 @@ static void on_room(void *ctx, struct pd_conn *c)
 
 static const struct pd_conn_cb side_cb = { .stands = on_stands, .record = on_record, .room = on_room, .gone = on_gone };
 
-static int ask_to_follow(struct pd_conn *c, struct pd_err *e)
+int pd_follow_encode(bool events, const uint8_t *life, uint64_t seq, struct pd_buf *b, struct pd_err *e)
 {
-    struct pd_buf b = { 0 };
     struct pd_packer k;
-    pd_pack_init(&k, &b, e);
-    msgpack_pack_map(&k.pk, 3);
+    pd_pack_init(&k, b, e);
+    msgpack_pack_map(&k.pk, 3 + (size_t)events + 2 * (life != NULL));
     pd_pack_text(&k, "pd");
     pd_pack_text(&k, "status");
     pd_pack_text(&k, "v");
     msgpack_pack_int(&k.pk, 1);
     pd_pack_text(&k, "follow");
     msgpack_pack_true(&k.pk);
-    int rc = k.rc ? k.rc : pd_conn_put(c, b.p, b.n, e);
+    if (events) {
+        pd_pack_text(&k, "events");
+        msgpack_pack_true(&k.pk);
+    }
+    if (life) {
+        pd_pack_text(&k, "life");
+        pd_pack_bin(&k, life, PD_LIFE_LEN);
+        pd_pack_text(&k, "seq");
+        msgpack_pack_uint64(&k.pk, seq);
+    }
+    return k.rc;
+}
+
+static int ask_to_follow(struct pd_conn *c, struct pd_err *e)
+{
+    struct pd_buf b = { 0 };
+    int rc = pd_follow_encode(false, NULL, 0, &b, e);
+    rc = rc ? rc : pd_conn_put(c, b.p, b.n, e);
     pd_buf_free(&b);
     return rc;
 }

@@ -25,6 +25,8 @@ void pd_upstream_want(struct pd_upstream *u, bool wanted);      /* false: it is 
 bool pd_upstream_up(const struct pd_upstream *u);
 bool pd_upstream_full(const struct pd_upstream *u);             /* it has much to read yet: nothing new for it. What is in hand may still be put */
 int pd_upstream_put(struct pd_upstream *u, const void *rec, size_t n, struct pd_err *e);
+/* The `status` that follows a worker; with events, from life [PD_LIFE_LEN] and seq on, or (NULL) with a snapshot. Appends. */
+int pd_follow_encode(bool events, const uint8_t *life, uint64_t seq, struct pd_buf *b, struct pd_err *e);
 int pd_upstream_tell(struct pd_upstream *u, const void *rec, size_t n, struct pd_err *e);       /* on the connection that it tells of itself on */
 /* Close what stands (`down` follows); dialled again as after any loss. */
 void pd_upstream_drop(struct pd_upstream *u, const struct pd_err *why);
