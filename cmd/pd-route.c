@@ -7,7 +7,7 @@
 #include "../libcommon/route/matrix.h"
 #include "../libcommon/serve/ask.h"
 #include "../libcommon/serve/register.h"
-#include "../libcommon/serve/router.h"
+#include "../libcommon/serve/router_filter.h"
 #include "../libcommon/wire/endpoint.h"
 #include "../libcommon/wire/frame.h"
 #include "../libcommon/wire/stream.h"
@@ -23,7 +23,7 @@ static struct poptOption ask_options[] = {
     { "release", '\0', POPT_ARG_STRING, &release, 0, "let KV go between them again: endpoints or names of a prefill and a decode worker, or all; with --reason", "P,D" },
     { "reason", '\0', POPT_ARG_STRING, &reason, 0, "of --release, for the record", "TEXT" },
     { "router", '\0', POPT_ARG_STRING, &router, 0, "of --holds and --release: which", "ENDPOINT" },
-    { "workers", 'w', POPT_ARG_STRING, &workers_file, 0, "of --check: a file of `worker` records (--describe prints them)", "FILE" },
+    { "workers", 'w', POPT_ARG_STRING, &workers_file, 0, "a file of `worker` records (--describe prints them): of --check, or to route by between two commands", "FILE" },
     POPT_TABLEEND
 };
 static struct poptOption path_options[] = {
@@ -230,11 +230,45 @@ static int serve(struct pd_err *e)
     return rc;
 }
 
+static int filter(int *status, struct pd_err *e)
+{
+    struct pd_router_opts o = { 0 };
+    struct pd_endpoint in = { .fd = -1 }, out = { .fd = -1 };
+    struct pd_rstream *rs = NULL;
+    struct pd_wstream *ws = NULL;
+    struct pd_trace *t = NULL;
+    const char *from = pd_cli.in ? pd_cli.in : "-", *to = pd_cli.out ? pd_cli.out : "-";
+    const struct pd_net *net = pd_net_cli(e);
+    int64_t max = pd_cli_max_record(e);
+    bool json = pd_cli.format && !strcmp(pd_cli.format, "json");
+    if (workers || stream || early || max_runs || attempts || wait_ || suspect || gone || key_ttl || index_bytes || pd_daemon_cli.metrics || pd_daemon_cli.advertise ||
+        pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
+        return pd_fail(e, PD_EUSAGE, "-w between two commands: options of the daemon need --listen (these are not: --policy, --risk, --temperature, --shadow, --profile, "
+                                     "--seed, --trace)");
+    int rc = !net || max < 0 ? e->code : 0;
+    if (rc || (rc = rules(&o, e)) || (rc = a_number("--seed", seed, 0, INT64_MAX, &o.seed, e)) || (rc = pd_trace_open(trace, "route", "route", &t, e)))
+        return rc;
+    o.policy_given = policy != NULL;
+    o.trace = t;
+    if ((rc = pd_endpoint_open_out(to, net, &out, e)) == 0 && !json && isatty(out.fd))
+        rc = pd_fail(e, PD_EUSAGE, "-o: records are binary and the output is a terminal (use --format json, -o FILE, or a pipe)");
+    rc = rc ? rc : pd_wstream_of(&out, json ? PD_FMT_JSON : PD_FMT_MSGPACK, to, &ws, e);
+    rc = rc ? rc : pd_endpoint_open_in(from, net, &in, e);
+    rc = rc ? rc : pd_rstream_of(&in, &(struct pd_rstream_opts){ .max_record = (size_t)max, .name = from }, &rs, e);
+    rc = rc ? rc : pd_router_filter(&o, workers_file, rs, ws, status, e);
+    rc = pd_wstream_end(ws, &out, rc, e);
+    pd_rstream_free(rs);
+    pd_endpoint_abort(&in);
+    pd_trace_close(t);
+    return rc;
+}
+
 static int run(const char **args, int *status, struct pd_err *e)
 {
     if (args[0])
         return pd_fail(e, PD_EUSAGE, "'%s': no argument is expected", args[0]);
-    if (pd_cli.in)
+    bool between = workers_file && !check && !status_of && !pd_daemon_cli.listen;
+    if (pd_cli.in && !between)
         return pd_fail(e, PD_EUSAGE, "-i: nothing is read (clients come to --listen unix:PATH)");
     if (pd_cli.format && strcmp(pd_cli.format, "json") && strcmp(pd_cli.format, "msgpack"))
         return pd_fail(e, PD_EUSAGE, "--format: '%s' is unknown (json or msgpack)", pd_cli.format);
@@ -250,6 +284,8 @@ static int run(const char **args, int *status, struct pd_err *e)
         return pd_print_status(status_of, e);
     if (check)
         return print_matrix(e);
+    if (between)
+        return filter(status, e);
     if (!pd_daemon_cli.listen)
         return pd_fail(e, PD_EUSAGE, "nothing to do (example: pd-route --listen unix:R --worker unix:P0 --worker unix:D0)");
     if (pd_cli.out || pd_cli.format || workers_file)

@@ -2,6 +2,7 @@
 #include "../base/clock.h"
 #include "../base/log.h"
 #include "../base/stop.h"
+#include "../wire/routing.h"
 #include "decoding.h"
 
 void pd_dc_fatal(struct pd_decoder *d, const struct pd_err *e)
@@ -172,6 +173,9 @@ static void take_request(struct pd_decoder *d, const struct pd_rec *rec)
         pd_dc_refuse(d, r, &e);
         return;
     }
+    struct pd_routing route;
+    if (r->in.req.route.p && pd_routing_decode(r->in.req.route, &r->in.mem, &route, NULL) == 0 && !strcmp(route.mode, "local"))
+        r->mode = "local";      /* a router before us chose so */
     pd_dc_step(d, r, PD_ST_ACCEPTED, 0, NULL);
     pd_dc_submit(d, r, NULL, 0);
 }

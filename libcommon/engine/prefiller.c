@@ -4,6 +4,7 @@
 #include "../base/seen.h"
 #include "../base/stop.h"
 #include "../kv/prefix.h"
+#include "../wire/routing.h"
 #include "describe.h"
 #include "prefiller.h"
 #include "publish.h"
@@ -270,6 +271,17 @@ static void pass_through(struct prefiller *p, const struct pd_rec *rec)
     pd_buf_free(&b);
 }
 
+/* A router before us says that whoever decodes it computes the prompt. */
+static bool goes_on_bare(const struct pd_rec *rec)
+{
+    struct pd_arena mem = { 0 };
+    struct pd_routing route;
+    struct pd_bin map;
+    bool bare = pd_map_find(rec->p, rec->n, "route", &map) == 1 && pd_routing_decode(map, &mem, &route, NULL) == 0 && !route.has_p;
+    pd_arena_free(&mem);
+    return bare;
+}
+
 /* A record that is not a request: another filter's. It is passed on; an error counts towards our status, so that the last command of a pipe tells. */
 static int take_record(struct prefiller *p, struct pd_rstream *in, int timeout, struct pd_err *e)
 {
@@ -284,7 +296,7 @@ static int take_record(struct prefiller *p, struct pd_rstream *in, int timeout, 
     }
     if (rc != 1)
         return rc;
-    if (rec.kind == PD_K_REQUEST)
+    if (rec.kind == PD_K_REQUEST && (p->dumping || !goes_on_bare(&rec)))
         take_request(p, &rec, e);
     else
         pass_through(p, &rec);

@@ -239,7 +239,7 @@ static int64_t ms_in(struct pd_bin map, const char *key)
     return map.p && pd_map_find(map.p, map.n, key, &v) == 1 && pd_get_int(v, &ms) && ms > 0 && ms < INT64_MAX / 2000 ? ms * 1000 : 0;
 }
 
-static uint32_t guess_tokens(const struct pd_request *q)
+uint32_t pd_rt_guess_tokens(const struct pd_request *q)
 {
     uint64_t n = q->prompt.n;
     for (uint32_t i = 0; i < q->n_messages; i++)
@@ -275,7 +275,7 @@ static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request
     run->logprobs = q->logprobs || q->top_logprobs > 0;         /* as tokens have them */
     run->need = (struct pd_need){ .policy = r->o.policy, .suspect_us = r->o.suspect_us, .exact = q->has_token_ids, .max_tokens = (uint32_t)q->max_tokens,
         .n = run->n,
-                                  .prompt_tokens = q->has_token_ids ? q->n_token_ids : guess_tokens(q), .like = -1 };
+                                  .prompt_tokens = q->has_token_ids ? q->n_token_ids : pd_rt_guess_tokens(q), .like = -1 };
     run->age = run->t_accept - pd_request_steps(q) * PD_PRIORITY_US;
     q->has &= ~(uint32_t)PD_RQ_DEADLINE;
     q->idempotency_key = (struct pd_str){ NULL, 0 };

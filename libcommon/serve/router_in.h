@@ -183,6 +183,7 @@ void pd_rt_listener_over(struct pd_router *r, struct pd_rt_listener *l);
 void pd_rt_client_free(struct pd_rt_client *k);         /* at the end of the process */
 void pd_rt_let_read(struct pd_router *r);
 int pd_rt_on_cancel(void *ctx, const struct pd_rec *rec, const char **state, struct pd_err *e);
+uint32_t pd_rt_guess_tokens(const struct pd_request *q);        /* of its text, by its length */
 void pd_rt_refuse(struct pd_router *r, struct pd_conn *c, const struct pd_request *q, const struct pd_err *why);
 
 int pd_rt_body_make(const struct pd_request *q, struct pd_rt_body *out, struct pd_err *e);
