@@ -132,7 +132,7 @@ bench-serve: all $(B)/tools/bench_serve $(B)/tools/bench_xfer
 	scripts/bench-serve
 bench-kv: all $(B)/tools/bench_kv $(B)/tools/bench_xfer $(B)/tools/bench_tcp $(B)/tools/bench_rdma
 	scripts/bench-kv
-bench-route: all $(B)/tools/bench_index
+bench-route: all $(B)/tools/bench_index $(B)/tools/bench_route
 	scripts/bench-route
 demo:
 	scripts/demo

@@ -8,7 +8,7 @@
 
 const char *const pd_policy_names[] = { "aggregated", "fixed", "conditional", "threshold", "dynamo", "llmd", "random", NULL };
 static const uint32_t usual[] = { [PD_POLICY_THRESHOLD] = 1000, [PD_POLICY_DYNAMO] = 2048, [PD_POLICY_LLMD] = 16, [PD_POLICY_RANDOM] = 0 };
-enum { ROUNDS = 4, UNIT = 1000 };
+enum { ROUNDS = 4, UNIT = 1000, KNOWN = 8 };
 #define SMALL ((uint64_t)1 << 40)       /* no count is taken for more */
 
 int pd_policy_parse(const char *text, struct pd_policy_spec *out, struct pd_err *e)
@@ -41,6 +41,7 @@ struct choice {
     uint32_t queue_lo[2], queue_hi[2];
     int32_t best[2][PD_ROUTE_BEST]; int n[2];   /* rows, P and D */
     bool full[2];               /* there are more */
+    bool alike; int16_t path[KNOWN][KNOWN];     /* no path is of one worker; by domains, what path_of found, + 2 */
 };
 struct ranked { int64_t key; uint64_t given; int32_t i; };
 
@@ -213,6 +214,17 @@ static void find_p(struct choice *c)
 
 /* ---- ways ---- */
 
+/* Where no path is of one worker, its domains tell: asked once. */
+static int32_t path_of(struct choice *c, int32_t p, int32_t d)
+{
+    uint32_t from = c->r->p[p].domain, to = c->r->d[d].domain;
+    if (!c->alike || from >= KNOWN || to >= KNOWN)
+        return pd_route_path_of(c->r, p, d);
+    if (!c->path[from][to])
+        c->path[from][to] = (int16_t)(pd_route_path_of(c->r, p, d) + 2);
+    return c->path[from][to] - 2;
+}
+
 static void add(struct choice *c, int32_t p, int32_t d)
 {
     struct pd_route_rec *r = c->r;
@@ -224,7 +236,7 @@ static void add(struct choice *c, int32_t p, int32_t d)
         if (w->x_kv || (fit >= 0 && r->fits[fit].why.p) || (g->at.n == w->at.n && !memcmp(g->at.p, w->at.p, w->at.n)))
             return;
     }
-    pd_pair_cost(r, p, d, o);
+    pd_pair_cost(r, p, d, p < 0 ? -1 : path_of(c, p, d), o);
     o->score = PD_SCORE_NONE;
     r->n_pairs++;
 }
@@ -515,6 +527,9 @@ static void choose_by(struct choice *c, struct pd_route_chosen *out, int64_t *wh
 {
     struct pd_route_rec *r = c->r;
     bool alone = r->input.local || r->input.moves;
+    c->alike = true;
+    for (uint32_t i = 0; i < r->n_paths; i++)
+        c->alike &= r->paths[i].p < 0 && r->paths[i].d < 0;
     c->remote = !alone && c->policy.kind != PD_POLICY_AGGREGATED;
     c->local = alone || c->policy.kind != PD_POLICY_FIXED;
     if (c->policy.kind == PD_POLICY_LLMD)
@@ -543,7 +558,7 @@ static void keep_shadow(struct pd_route_rec *r, struct pd_route_chosen *s)
     while (i < r->n_pairs && (r->pair[i].p != s->p || r->pair[i].d != s->d))
         i++;
     if (i == r->n_pairs) {
-        pd_pair_cost(r, s->p, s->d, &r->pair[r->n_pairs++]);
+        pd_pair_cost(r, s->p, s->d, s->p < 0 ? -1 : pd_route_path_of(r, s->p, s->d), &r->pair[r->n_pairs++]);
         r->pair[i].score = PD_SCORE_NONE;
         r->pair[i].share = 0;
     }
@@ -559,6 +574,7 @@ static void start(struct pd_route_rec *r)
     r->degraded &= ~(uint32_t)(PD_DG_COLD | PD_DG_STALE);
     r->outcome = PD_CHOSEN;
     r->propensity = 0;
+    r->reason[0] = 0;
     r->ttft = r->completion = (struct pd_spread){ 0, 0, 0 };
 }
 
@@ -586,7 +602,8 @@ int pd_choose(struct pd_route_rec *r, struct pd_err *e)
         r->completion = o->completion;
         if (c.policy.kind == PD_POLICY_CONDITIONAL)     /* the others do not go by it */
             r->degraded |= (o->completion.marks & PD_SPREAD_COLD ? PD_DG_COLD : 0) | (o->completion.marks & PD_SPREAD_STALE ? PD_DG_STALE : 0);
-        words(&c, o);
+        if (!r->quiet)
+            words(&c, o);
     } else {
         r->outcome = nobody(&c);
         snprintf(r->reason, sizeof r->reason, "%s", pd_outcome_names[r->outcome]);

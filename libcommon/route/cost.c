@@ -21,17 +21,25 @@ double pd_risk_scale(double risk)
     return z / 1.6448536269514722;
 }
 
+/* A sum under way. */
+struct sum { double p50, spread2; uint32_t marks; };
+
+static inline void plus(struct sum *o, struct pd_spread s)
+{
+    double w = (double)(s.p95 - s.p50);
+    o->p50 += (double)s.p50;
+    o->spread2 += w * w;
+    o->marks |= s.marks;
+}
+
+static inline struct pd_spread so_far(const struct sum *o) { return (struct pd_spread){ pd_us_of(o->p50 + sqrt(o->spread2)), pd_us_of(o->p50), o->marks }; }
+
 struct pd_spread pd_spread_sum(const struct pd_spread *s, int n)
 {
-    double spread2 = 0, p50 = 0;
-    uint32_t marks = 0;
-    for (int i = 0; i < n; i++) {
-        double w = (double)(s[i].p95 - s[i].p50);
-        p50 += (double)s[i].p50;
-        spread2 += w * w;
-        marks |= s[i].marks;
-    }
-    return (struct pd_spread){ pd_us_of(p50 + sqrt(spread2)), pd_us_of(p50), marks };
+    struct sum t = { 0, 0, 0 };
+    for (int i = 0; i < n; i++)
+        plus(&t, s[i]);
+    return so_far(&t);
 }
 
 struct pd_spread pd_spread_times(struct pd_spread s, double by) { return (struct pd_spread){ pd_us_of((double)s.p95 * by), pd_us_of((double)s.p50 * by), s.marks }; }
@@ -75,8 +83,14 @@ static int64_t capacity(const struct pd_route_rec *r, const struct pd_route_row 
 
 static void local(const struct pd_route_rec *r, const struct pd_route_row *d, struct pd_route_pair *o)
 {
-    o->ttft = pd_spread_sum((struct pd_spread[]){ d->slot, d->queue, d->prefill, d->interference }, 4);
-    o->completion = pd_spread_sum((struct pd_spread[]){ d->slot, d->queue, d->prefill, d->interference, pd_spread_times(d->tpot, out_tokens(r) - 1) }, 5);
+    struct sum t = { 0, 0, 0 };
+    plus(&t, d->slot);
+    plus(&t, d->queue);
+    plus(&t, d->prefill);
+    plus(&t, d->interference);
+    o->ttft = so_far(&t);
+    plus(&t, pd_spread_times(d->tpot, out_tokens(r) - 1));
+    o->completion = so_far(&t);
     o->itl_us = pd_us_of((double)d->seqs * (double)d->prefill.p50);           /* its prompt is computed between their tokens */
     o->queue_us = pd_us_of((double)d->queue_runs * (double)d->prefill.p50);
 }
@@ -87,26 +101,33 @@ static void remote(const struct pd_route_rec *r, const struct pd_route_row *p, c
     const struct pd_route_path *x = o->path >= 0 ? &r->paths[o->path] : &guess;
     o->bytes = (uint64_t)d->miss_tokens * r->input.kv_bytes;
     double shared = (double)o->bytes / KIB * NS * (1 + (double)x->active);
-    struct pd_spread bytes = { pd_us_of((double)x->kib_ns.p95 * shared), pd_us_of((double)x->kib_ns.p50 * shared), x->kib_ns.marks };
-    o->transfer = pd_spread_sum((struct pd_spread[]){ x->latency, bytes }, 2);
+    struct sum way = { 0, 0, 0 }, t = { 0, 0, 0 };
+    plus(&way, x->latency);
+    plus(&way, (struct pd_spread){ pd_us_of((double)x->kib_ns.p95 * shared), pd_us_of((double)x->kib_ns.p50 * shared), x->kib_ns.marks });
+    o->transfer = so_far(&way);
     int64_t over = pd_us_of((double)p->prefill.p50 * x->overlap_permille / 1000);
     o->overlap_us = over < o->transfer.p50 ? over : o->transfer.p50;
-    struct pd_spread shown = { o->transfer.p95 - o->overlap_us, o->transfer.p50 - o->overlap_us, o->transfer.marks };
-    struct pd_spread penalty = { x->penalty_us, x->penalty_us, 0 };
-    struct pd_spread tokens = pd_spread_times(d->tpot, out_tokens(r) - 1), hand[] = { shown, x->sync, penalty, d->slot };
-    struct pd_spread moved = pd_spread_sum(hand, 4);
-    o->ttft = r->input.early ? pd_spread_sum((struct pd_spread[]){ p->queue, p->prefill }, 2)
-                             : pd_spread_sum((struct pd_spread[]){ p->queue, p->prefill, shown, x->sync, penalty, d->slot }, 6);
-    o->completion = pd_spread_sum((struct pd_spread[]){ p->queue, p->prefill, moved, tokens }, 4);
+    plus(&t, p->queue);
+    plus(&t, p->prefill);
+    if (r->input.early)
+        o->ttft = so_far(&t);
+    plus(&t, (struct pd_spread){ o->transfer.p95 - o->overlap_us, o->transfer.p50 - o->overlap_us, o->transfer.marks });
+    plus(&t, x->sync);
+    plus(&t, d->slot);
+    t.p50 += (double)x->penalty_us;
+    if (!r->input.early)
+        o->ttft = so_far(&t);
+    plus(&t, pd_spread_times(d->tpot, out_tokens(r) - 1));
+    o->completion = so_far(&t);
     o->itl_us = pd_us_of((double)p->seqs * (double)p->prefill.p50);
     o->queue_us = pd_us_of((double)p->queue_runs * (double)p->prefill.p50);
     o->link_us = pd_us_of((double)x->active * (double)o->transfer.p50);
 }
 
-void pd_pair_cost(const struct pd_route_rec *r, int32_t p, int32_t d, struct pd_route_pair *o)
+void pd_pair_cost(const struct pd_route_rec *r, int32_t p, int32_t d, int32_t path, struct pd_route_pair *o)
 {
     const struct pd_route_row *w = &r->d[d];
-    *o = (struct pd_route_pair){ .p = p, .d = d, .path = p < 0 ? -1 : pd_route_path_of(r, p, d) };
+    *o = (struct pd_route_pair){ .p = p, .d = d, .path = path };
     if (p < 0)
         local(r, w, o);
     else

@@ -21,7 +21,7 @@ struct pd_spread pd_spread_times(struct pd_spread s, double by);
 int32_t pd_route_path_of(const struct pd_route_rec *r, int32_t p, int32_t d);
 int32_t pd_route_fit_of(const struct pd_route_rec *r, uint32_t p_kin, uint32_t d_kin);
 
-/* Fill everything of o but score and share. p -1: d alone. */
-void pd_pair_cost(const struct pd_route_rec *r, int32_t p, int32_t d, struct pd_route_pair *o);
+/* Fill everything of o but score and share. p -1: d alone; path: of the two, an index or -1. */
+void pd_pair_cost(const struct pd_route_rec *r, int32_t p, int32_t d, int32_t path, struct pd_route_pair *o);
 int64_t pd_pair_others(const struct pd_route_rec *r, const struct pd_route_pair *o);     /* all that others are made to wait, as it counts */
 #endif

@@ -32,7 +32,7 @@ static enum pd_excluded absent(const struct pd_need *q, const struct pd_member *
 {
     if (!m->known)
         return PD_X_UNKNOWN;
-    if (strcmp(m->said.state, "ready"))
+    if (!m->ready)
         return PD_X_STATE;
     if (!m->reachable)
         return PD_X_UNREACHABLE;
@@ -155,7 +155,7 @@ struct kins { uint32_t kin[MAX_KINS]; const struct pd_member *of[MAX_KINS]; int 
 
 static uint32_t kin_of(const struct pd_member *m, bool decodes)
 {
-    return (uint32_t)(m->fp < 0 ? PD_MAX_FPS : m->fp) + (decodes ? 256 * (pd_conv_of_caps(m->said.caps, m->said.n_caps) & 0xff) : 0);
+    return (uint32_t)(m->fp < 0 ? PD_MAX_FPS : m->fp) + (decodes ? 256 * (m->conv & 0xff) : 0);
 }
 
 static void gather(const struct pd_candidate *row, uint32_t n, bool decodes, struct kins *k)
@@ -188,7 +188,7 @@ static void compare(struct pd_registry *r, struct pd_decision *o)
         for (int k = 0; k < d.n; k++) {
             const char *why;
             unsigned converts;
-            enum pd_fp_verdict v = pd_registry_pair(r, p.of[i]->fp, d.of[k]->fp, pd_conv_of_caps(d.of[k]->said.caps, d.of[k]->said.n_caps), &converts, &why);
+            enum pd_fp_verdict v = pd_registry_pair(r, p.of[i]->fp, d.of[k]->fp, d.of[k]->conv, &converts, &why);
             why = v == PD_FP_DIFFERS ? why ? why : "it cannot be compared" : NULL;
             fits |= !why;
             first = first ? first : why;
@@ -276,9 +276,8 @@ static void row(struct pd_decision *o, const struct pd_candidate *c, bool decode
 {
     const struct pd_member *m = c->m;
     const struct pd_need *q = &o->need;
-    const char *name = pd_member_name(m);
     uint32_t bs = block_size(m), blocks = (uint32_t)(((uint64_t)q->prompt_tokens + bs - 1) / bs);
-    *w = (struct pd_route_row){ .worker = { name, strlen(name) }, .at = { m->at, strlen(m->at) }, .runs = m->own.runs, .foreign_runs = m->foreign.runs,
+    *w = (struct pd_route_row){ .worker = m->known ? m->said.worker : (struct pd_str){ m->at, m->n_at }, .at = { m->at, m->n_at }, .runs = m->own.runs, .foreign_runs = m->foreign.runs,
         .given = m->given, .x = c->x, .x_kv = c->x_kv };
     if (!m->known)
         return;
@@ -331,6 +330,7 @@ static void begin(struct pd_decision *o, const struct pd_need *q)
     snprintf(rec->policy, sizeof rec->policy, q->policy_n ? "%s:%u" : "%s", pd_policy_names[q->policy], q->policy_n);
     snprintf(rec->shadow.policy, sizeof rec->shadow.policy, "%s", rules->shadow);
     rec->seed = q->seed;
+    rec->quiet = q->quiet;
     rec->temperature = rules->temperature;
     rec->risk = rules->risk;
     rec->externality = rules->externality;

@@ -26,6 +26,7 @@ struct pd_need {
     const struct pd_rules *rules;       /* NULL: the usual ones */
     struct pd_learn *learn;             /* what is known of costs; NULL: nothing */
     uint64_t seed;                      /* of this decision */
+    bool quiet;                         /* nobody asks for the reason in words */
     int64_t now_us, suspect_us;         /* a worker that has been silent for so long gets nothing new */
     uint32_t prompt_tokens; bool exact; /* exact: the request brought token ids; else a guess from its length */
     uint32_t max_tokens, n;

@@ -9,7 +9,13 @@ uint32_t pd_kv_token_bytes(const struct pd_kv_layout *l)
 
 struct pd_ahead pd_ahead_of(const struct pd_route_row *w) { return (struct pd_ahead){ w->queue_runs, w->queue_tokens, w->seqs, w->kv_tokens }; }
 
-static bool class_of(struct pd_learn *l, const struct pd_member *m, uint32_t *cls) { return pd_learn_class_of(l, &m->said, cls, NULL) == 0; }
+static bool class_of(struct pd_learn *l, struct pd_member *m, uint32_t *cls)
+{
+    if (m->learn != l && pd_learn_class_of(l, &m->said, &m->cls, NULL) == 0)
+        m->learn = l;
+    *cls = m->cls;
+    return m->learn == l;
+}
 
 /* A report that is late says less of a queue: what may have come since is not known. */
 static void widen(struct pd_spread *s, const struct pd_member *m, int64_t age_us)
@@ -20,7 +26,10 @@ static void widen(struct pd_spread *s, const struct pd_member *m, int64_t age_us
     }
 }
 
-static void price_p(struct pd_learn *l, const struct pd_decision *o, const struct pd_member *m, struct pd_route_row *w)
+/* The last one: most workers lack the same of a prompt. */
+struct memo { bool any; uint32_t cls, tokens; struct pd_spread prefill; };
+
+static void price_p(struct pd_learn *l, const struct pd_decision *o, struct pd_member *m, struct memo *last, struct pd_route_row *w)
 {
     int64_t now = o->need.now_us;
     uint32_t cls;
@@ -29,17 +38,19 @@ static void price_p(struct pd_learn *l, const struct pd_decision *o, const struc
         return;
     }
     w->queue = pd_learn_queue(l, cls, pd_ahead_of(w), now);
-    w->prefill = pd_learn_prefill(l, cls, w->miss_tokens, o->need.prompt_tokens - w->miss_tokens, now);
+    if (!last->any || last->cls != cls || last->tokens != w->miss_tokens)
+        *last = (struct memo){ true, cls, w->miss_tokens, pd_learn_prefill(l, cls, w->miss_tokens, o->need.prompt_tokens - w->miss_tokens, now) };
+    w->prefill = last->prefill;
     widen(&w->queue, m, w->load_age_us);
 }
 
-static void price_d(struct pd_learn *l, const struct pd_decision *o, const struct pd_member *m, struct pd_route_row *w)
+static void price_d(struct pd_learn *l, const struct pd_decision *o, struct pd_member *m, struct memo *last, struct pd_route_row *w)
 {
     const struct pd_route_input *in = &o->rec.input;
     int64_t now = o->need.now_us;
     uint64_t kv = w->kv_tokens, mine = (uint64_t)in->n_tokens + in->out_p50 / 2;
     uint32_t cls;
-    price_p(l, o, m, w);
+    price_p(l, o, m, last, w);
     if (!class_of(l, m, &cls)) {
         w->tpot.marks |= PD_SPREAD_COLD;
         return;
@@ -77,13 +88,14 @@ void pd_price_ways(struct pd_learn *l, struct pd_decision *o)
 void pd_price(struct pd_learn *l, struct pd_decision *o)
 {
     struct pd_route_rec *r = &o->rec;
+    struct memo last = { .any = false };
     pd_learn_length(l, r->input.n_tokens, r->input.max_tokens, &r->input.out_p50, &r->input.out_p95);
     for (uint32_t i = 0; i < o->n_d && !r->input.kv_bytes; i++)
         r->input.kv_bytes = o->d_row[i].x ? 0 : pd_kv_token_bytes(&o->d_row[i].m->said.layout);
     for (uint32_t i = 0; i < o->n_p; i++)
         if (!r->p[i].x)
-            price_p(l, o, o->p_row[i].m, &r->p[i]);
+            price_p(l, o, o->p_row[i].m, &last, &r->p[i]);
     for (uint32_t i = 0; i < o->n_d; i++)
         if (!r->d[i].x)
-            price_d(l, o, o->d_row[i].m, &r->d[i]);
+            price_d(l, o, o->d_row[i].m, &last, &r->d[i]);
 }

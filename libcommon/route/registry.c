@@ -1,3 +1,4 @@
+#include "../base/hash.h"
 #include "../kv/convert.h"
 #include "registry.h"
 
@@ -97,6 +98,7 @@ int pd_registry_add(struct pd_registry *r, const char *at, struct pd_member **ou
         return PD_ENOMEM;
     }
     m->fp = -1;
+    m->n_at = strlen(at);
     while (*last)
         last = &(*last)->next;
     *last = m;
@@ -175,6 +177,10 @@ int pd_registry_said(struct pd_registry *r, struct pd_member *m, const void *rec
     m->said = w;
     m->fp = fp;
     m->known = true;
+    m->conv = pd_conv_of_caps(w.caps, w.n_caps);
+    m->learn = NULL;
+    m->ready = !strcmp(w.state, "ready");
+    m->can_give = pd_worker_can_give(&w);
     m->said_us = now_us;
     m->end.at = NULL;
     r->version++;

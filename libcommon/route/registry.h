@@ -23,7 +23,7 @@ struct pd_held { uint32_t blocks; /* full ones, from its beginning */ enum pd_he
 
 struct pd_member {
     struct pd_member *next;
-    char *at;                           /* where it listens, "unix:/path": its key */
+    char *at; size_t n_at;              /* where it listens, "unix:/path": its key */
     bool known;                         /* said is there */
     struct pd_arena mem;
     struct pd_worker_rec said;          /* the arena's */
@@ -32,6 +32,9 @@ struct pd_member {
     bool behind;                        /* it has not read yet what it was sent there */
     uint32_t life;                      /* counts its connections: who failed in one may be tried in the next */
     int fp;                             /* which fingerprint; -1: none yet */
+    unsigned conv;                      /* PD_CONV_* that it says it converts */
+    const void *learn; uint32_t cls;    /* its class there (learn.h) */
+    bool ready, can_give;               /* as it says */
     struct pd_share own, foreign, reported_more;
     uint64_t since[2];                  /* prompt tokens given since its last report, and between that and the one before: it may not have counted them */
     uint32_t runs_then;                 /* own.runs at its last report */
@@ -68,7 +71,7 @@ void pd_member_give_back(struct pd_member *m, struct pd_share s);
 const char *pd_member_name(const struct pd_member *m);          /* as it calls itself, else where it listens */
 bool pd_worker_can_give(const struct pd_worker_rec *w);         /* KV, to others; */
 static inline bool pd_worker_can_decode(const struct pd_worker_rec *w) { return strcmp(w->role, "prefill") != 0; }      /* decode it, and run whole requests */
-static inline bool pd_member_can_give(const struct pd_member *m) { return m->known && pd_worker_can_give(&m->said); }
+static inline bool pd_member_can_give(const struct pd_member *m) { return m->known && m->can_give; }
 static inline bool pd_member_can_decode(const struct pd_member *m) { return m->known && pd_worker_can_decode(&m->said); }
 /* In a split where each worker has one side: of role both, the one that it prefers. */
 static inline bool pd_member_gives(const struct pd_member *m) { return pd_member_can_give(m) && (!pd_member_can_decode(m) || !strcmp(m->said.prefer, "prefill")); }

@@ -335,6 +335,7 @@ struct pd_need pd_rt_need_of(struct pd_router *r, const struct pd_rt_run *run, i
     q.policy = r->o.policy;
     q.policy_n = r->o.policy_n;
     q.rules = &r->o.rules;
+    q.quiet = !r->o.trace;
     q.learn = &r->learning.l;
     q.seed = pd_xxh3(run->name, PD_RUN_LEN, (uint64_t)r->o.seed + run->attempt);
     q.deadline_us = run->deadline_us > now ? run->deadline_us - now : 0;

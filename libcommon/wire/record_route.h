@@ -130,6 +130,7 @@ struct pd_route_rec {
     struct pd_route_chosen chosen;
     double propensity;                  /* how probable this choice was */
     char reason[400];                   /* in words; without a choice: pd_outcome_names */
+    bool quiet;                         /* not recorded: no words are wanted for a choice, and it will not be encoded */
     struct pd_spread ttft, completion;    /* the estimate */
     struct pd_extra extra;
 };
