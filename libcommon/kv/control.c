@@ -71,3 +71,36 @@ bool pd_control_valid(const struct pd_control *c, uint32_t slot, const uint8_t g
     atomic_thread_fence(memory_order_seq_cst);
     return slot < c->slots && pd_get_be64(gen + 8) && atomic_load(&c->word[slot]) == pd_get_be64(gen + 8);
 }
+
+struct pd_view { struct pd_control page; _Atomic uint32_t n; };
+
+int pd_view_new(int fd, struct pd_view **out, struct pd_err *e)
+{
+    struct pd_view *v = pd_calloc(1, sizeof *v, "a view of a control page", e);
+    if (!v)
+        return PD_ENOMEM;
+    int rc = pd_control_map(fd, &v->page, e);
+    if (rc) {
+        pd_free(v);
+        return rc;
+    }
+    v->n = 1;
+    *out = v;
+    return 0;
+}
+
+struct pd_view *pd_view_ref(struct pd_view *v)
+{
+    atomic_fetch_add(&v->n, 1);
+    return v;
+}
+
+void pd_view_put(struct pd_view *v)
+{
+    if (!v || atomic_fetch_sub(&v->n, 1) != 1)
+        return;
+    pd_control_close(&v->page);
+    pd_free(v);
+}
+
+bool pd_view_valid(const struct pd_view *v, uint32_t slot, const uint8_t gen[PD_GEN_LEN]) { return pd_control_valid(&v->page, slot, gen); }

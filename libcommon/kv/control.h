@@ -18,4 +18,11 @@ void pd_control_close(struct pd_control *c);
 void pd_control_set(struct pd_control *c, uint32_t slot, const uint8_t gen[PD_GEN_LEN]);       /* NULL: nothing is valid there any more */
 /* Everything read before the call was read while gen was valid. */
 bool pd_control_valid(const struct pd_control *c, uint32_t slot, const uint8_t gen[PD_GEN_LEN]);
+
+/* A reader's view with several holders (the connection that brought it, and whoever reads on after that is gone): unmapped with the last. Any thread. */
+struct pd_view;
+int pd_view_new(int fd, struct pd_view **out, struct pd_err *e);       /* as pd_control_map */
+struct pd_view *pd_view_ref(struct pd_view *v);
+void pd_view_put(struct pd_view *v);    /* NULL: nothing */
+bool pd_view_valid(const struct pd_view *v, uint32_t slot, const uint8_t gen[PD_GEN_LEN]);
 #endif

@@ -20,7 +20,7 @@ struct lease {
     int64_t granted, expires, ttl;
     struct pd_reader reader[PD_LEASE_READERS];
     uint32_t n_readers, unfenced;       /* unfenced: a bit a reader, whose fence is pending, and ASKING */
-    bool was_read, reaped;
+    bool was_read, reaped, let_go;
     const char *cause;
 };
 
@@ -350,8 +350,11 @@ static bool finish(struct pd_leases *l, struct lease *s, enum pd_lease_state how
 void pd_lease_unread(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const void *ctx)
 {
     struct lease *s;
-    if (find(l, id, &s, NULL) == 0 && live(s))
-        drop_reader(s, ctx);
+    if (find(l, id, &s, NULL) != 0 || !live(s))
+        return;
+    drop_reader(s, ctx);
+    if (s->let_go && !active(s))
+        finish(l, s, PD_LEASE_RELEASED, NULL);
 }
 
 int pd_lease_renew(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN], int64_t ttl_us, int64_t now, struct pd_err *e)
@@ -381,6 +384,20 @@ int pd_lease_release(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], con
         return 1;
     drop_reader(s, ctx);
     if (!s->n_readers)
+        finish(l, s, PD_LEASE_RELEASED, NULL);
+    return 0;
+}
+
+int pd_lease_let_go(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], int64_t now, struct pd_err *e)
+{
+    struct lease *s;
+    int rc = find(l, id, &s, e);
+    if (rc)
+        return rc;
+    if (!live(s))
+        return 1;
+    s->let_go = true;
+    if (!active(s))
         finish(l, s, PD_LEASE_RELEASED, NULL);
     return 0;
 }

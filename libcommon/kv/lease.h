@@ -60,13 +60,16 @@ int pd_lease_publish(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], str
  * lease's; PD_EFAIL: nothing to read yet; PD_ENOMEM: too many readers. */
 int pd_lease_read(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN], const struct pd_reader *who, int64_t now,
                   struct pd_err *e);
-/* A reader went without having finished (its connection is gone, and nothing of it reads any more): the lease lives on. By ctx. */
+/* A reader went without having finished (its connection is gone, and nothing of it reads any more): the lease lives on, unless it was let go. By ctx. */
 void pd_lease_unread(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const void *ctx);
 int pd_lease_renew(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN],
                    int64_t ttl_us /* 0: as granted */, int64_t now, struct pd_err *e);
 /* A reader (by ctx; NULL: any one) is done. With the last one, or without any, the lease has ended. 0; 1: it had ended before; < 0: PD_ETIME: not a lease of
  * this life, PD_ECORRUPT: an id never given. */
 int pd_lease_release(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const void *ctx, int64_t now, struct pd_err *e);
+/* Somebody who read it is done, as he says where none of its readers is (they are connections, and his may be gone without that having been seen): as release
+ * without a reader; with any, once none is left, be they done or gone. */
+int pd_lease_let_go(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], int64_t now, struct pd_err *e);
 /* End it whoever reads. 0: over, blocks free; 1: had ended before; 2: a fence is pending. < 0 as release. cause: static text. */
 int pd_lease_revoke(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const char *cause, int64_t now, struct pd_err *e);
 void pd_lease_fenced(struct pd_leases *l, const uint8_t id[PD_LEASE_ID_LEN], const void *ctx, int64_t now);      /* that reader's pending fence is done */

@@ -2,6 +2,7 @@
 #include "../base/clock.h"
 #include "../base/hash.h"
 #include "../base/log.h"
+#include "../base/proc.h"
 #include "../wire/value.h"
 #include "giver_in.h"
 
@@ -231,7 +232,7 @@ static bool again(void *ctx, struct pd_desk_run *dr, struct pd_client *from, con
     memcpy(r->op, route->op, sizeof r->op);
     pd_desk_move(g->w->desk, dr, from);
     if (new) {
-        r->settled = r->kv_told = false;
+        r->settled = r->kv_told = r->taken = r->in_place = r->away = false;
         r->n_lost = 0;
     }
     if (new && r->move && r->link != p->link) {         /* the old attempt's: it ends by itself, beside the new one */
@@ -352,6 +353,9 @@ static void on_lease_time(void *ctx)
 void pd_giver_beat(struct pd_giver *g)
 {
     pd_leases_reconcile(g->leases, NULL, pd_mono_us());
+    for (struct pd_gv_run *r = pd_gv_next(g, NULL); r; r = pd_gv_next(g, r))
+        if (r->away && r->leased && r->reader && !pd_proc_alive(r->reader, r->reader_start))
+            pd_gv_end_lease(g, r, "its reader died");
     on_lease_time(g);
     pd_links_soon(&g->links);
 }

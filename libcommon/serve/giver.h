@@ -7,7 +7,7 @@
  * and after a `kv` an `error` may still come: the decode worker could not be reached or went away, and has no KV of ours.
  *
  * A connection that is lost is made anew, and what was on its way is offered again over it: the decode worker says which chunks it has verified, and only the
- * others go.
+ * others go. What it reads in place stays leased meanwhile, and is offered again too, so that the new connection renews and releases it.
  * Blocks: the lease holds them from the run's first step until the decode worker has released it, or it has expired (lease_us) or was revoked. What a decode
  * worker that died had not read stays leased, so that the same run can go to another: the same run and op with another d moves it there without a second
  * prefill. When new runs find no blocks such leases are revoked first; else they wait.

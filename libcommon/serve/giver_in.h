@@ -28,10 +28,13 @@ struct pd_gv_run {
     struct pd_move *move;       /* on its way, */
     struct pd_link *link;       /* over this */
     bool moved_on;              /* it is that of an attempt before this one */
-    uint32_t n_lost;            /* connections that were lost while it was on its way, in this attempt */
+    uint32_t n_lost;            /* connections that were lost while it was on its way, in this attempt; in place: since it was verified */
+    bool in_place;              /* its decode worker, this process, reads it here; */
+    int32_t reader; uint64_t reader_start;
+    bool away;                  /* and goes on to, while the connection is lost: it is offered again */
     uint64_t sum;               /* of the request less what an attempt changes */
     /* published: it is computed; kv_told: the client has its kv; settled: the decode worker has its KV; failed: its error was put */
-    bool leased, lease_over, published, kv_told, settled, failed, dropping;
+    bool leased, lease_over, published, kv_told, settled, failed, dropping, taken /* once, and counted */;
     struct pd_err no_d;         /* why the decode worker has no KV of it, after kv_told */
     struct pd_call c_take, c_drop;
     /* the thread's, read by the loop as the flags say */

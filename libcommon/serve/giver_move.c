@@ -27,10 +27,10 @@ static bool name_is_busy(const struct pd_giver *g, const struct pd_gv_run *r)
 void pd_gv_try(struct pd_giver *g, struct pd_gv_run *r)
 {
     struct pd_err e;
-    if (!r->leased || r->move || r->settled || r->failed || r->no_d.code || !r->peer->open || atomic_load(&r->s.d.cancelled) || name_is_busy(g, r))
+    if (!r->leased || r->move || (r->settled && !r->away) || r->failed || r->no_d.code || !r->peer->open || atomic_load(&r->s.d.cancelled) || name_is_busy(g, r))
         return;
     struct pd_kvdesc d = pd_gv_desc(r);
-    struct pd_give give = { .desc = &d, .blocks = r->blocks, .chunk_blocks = r->plan.chunk_blocks, .via = pd_link_via(r->peer->link) };
+    struct pd_give give = { .desc = &d, .blocks = r->blocks, .chunk_blocks = r->plan.chunk_blocks, .via = pd_link_via(r->peer->link, r->in_place) };
     memcpy(give.lease, r->lease, sizeof give.lease);
     if (!r->n_lost)
         pd_gv_step(g, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL, r->lease);
@@ -56,7 +56,7 @@ static void move_over(struct pd_giver *g, struct pd_gv_run *r, struct pd_link *k
     bool lost = !pd_xfer_open(pd_link_xfer(k)), moved_on = r->moved_on;
     struct pd_err why = ev->err;
     bool goes_on = lost && r->leased && (why.code == PD_ECANCEL || why.code == PD_ENOMEM) && !r->failed && !atomic_load(&r->s.d.cancelled) &&
-                   r->n_lost < LOST_MOST;
+                   r->n_lost < LOST_MOST && (!r->settled || r->in_place);
     r->move = NULL;
     r->link = NULL;
     r->moved_on = false;
@@ -65,11 +65,12 @@ static void move_over(struct pd_giver *g, struct pd_gv_run *r, struct pd_link *k
         pd_gv_step(g, r, PD_ST_CANCEL_ACKED, 0, ev->err.msg, r->lease);
     if (moved_on)
         pd_gv_try(g, r);
-    else if (ev->kind == PD_XE_RELEASED || r->settled)
+    else if (ev->kind == PD_XE_RELEASED || (r->settled && !goes_on))
         pd_gv_end_lease(g, r, "the decode worker has it");
-    else if (goes_on)           /* it is connected to anew, and what it has not got is offered again */
+    else if (goes_on) {         /* it is connected to anew, and what it has not got, or reads, is offered again */
         r->n_lost++;
-    else if (lost) {
+        r->away = r->settled;
+    } else if (lost) {
         pd_err_prefix(&why, "its KV did not reach the decode worker");
         pd_gv_not_given(g, r, &why, "retry");
     } else {
@@ -103,7 +104,7 @@ void pd_gv_close(struct pd_giver *g, struct pd_gv_run *r)
 
 static bool waits(const struct pd_gv_run *r, const struct pd_gv_peer *p)
 {
-    return r->peer == p && !r->move && !r->settled && !r->failed && !r->no_d.code && !atomic_load(&r->s.d.cancelled) && !(r->published && !r->leased);
+    return r->peer == p && !r->move && (!r->settled || r->away) && !r->failed && !r->no_d.code && !atomic_load(&r->s.d.cancelled) && !(r->published && !r->leased);
 }
 
 static void fail_waiting(struct pd_gv_peer *p, const struct pd_err *why)
@@ -155,6 +156,8 @@ static void failed_to_reach(struct pd_gv_peer *p, const struct pd_err *why)
     p->n_runs++;                /* whatever ends with this */
     fail_waiting(p, &told);
     p->n_runs--;
+    if (why->code != PD_EINCOMPAT && why->code != PD_ECORRUPT && anyone_waits(p) && !pd_timer_in(p->again, AGAIN_MOST_US, &e))
+        return;                 /* for what it reads in place, as long as that is leased */
     pd_gv_peer_drop(p);
 }
 
@@ -223,10 +226,18 @@ void pd_gv_on_link(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
         p->failing_since = 0;
         for_all_of(p, pd_gv_try);
         break;
+    case PD_XE_ACCEPTED:
+        r->in_place = pd_give_in_place(ev->move, &r->reader, &r->reader_start);
+        break;
     case PD_XE_VERIFIED:
+        if (!r->taken) {
+            pd_metric_add(g->m_given[pd_transport_number(pd_move_scheme(ev->move))], 1);
+            pd_metric_add(g->m_given_bytes, (int64_t)ev->bytes);
+        }
+        r->taken = true;
         r->settled = !r->moved_on;
-        pd_metric_add(g->m_given[pd_transport_number(pd_move_scheme(ev->move))], 1);
-        pd_metric_add(g->m_given_bytes, (int64_t)ev->bytes);
+        r->away = false;
+        r->n_lost = r->n_lost > 0;
         break;
     case PD_XE_RELEASED: case PD_XE_FAILED: case PD_XE_CANCELLED:
         move_over(g, r, k, ev);

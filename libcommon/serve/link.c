@@ -159,7 +159,10 @@ static bool shm_is_used(const struct pd_link *k)
     return shm && (!not || shm < not);
 }
 
-const char *pd_link_via(const struct pd_link *k) { return !strncmp(pd_xfer_via(k->x), "shm", 3) && k->raw < 0 ? "inline" : NULL; }
+const char *pd_link_via(const struct pd_link *k, bool wait)
+{
+    return !strncmp(pd_xfer_via(k->x), "shm", 3) && k->raw < 0 && !(wait && k->raw_wanted) ? "inline" : NULL;
+}
 
 /* ---- completions ---- */
 

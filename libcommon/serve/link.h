@@ -37,7 +37,7 @@ struct pd_xfer *pd_link_xfer(struct pd_link *k);
 void *pd_link_get(const struct pd_link *k);
 void pd_link_set(struct pd_link *k, void *user);
 void pd_link_soon(struct pd_link *k);           /* its xfer was called: what is to be written, told and waited for comes with the next turn */
-/* Which way a KV should go: NULL, the best; "inline" when descriptors cannot pass for now. */
-const char *pd_link_via(const struct pd_link *k);
+/* Which way a KV should go: NULL, the best; "inline" when descriptors cannot pass for now (wait: at all). */
+const char *pd_link_via(const struct pd_link *k, bool wait);
 struct pd_link *pd_link_next(const struct pd_link *k);
 #endif

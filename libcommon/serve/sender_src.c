@@ -389,16 +389,20 @@ static void on_event(struct send_src *c, const struct pd_xfer_event *ev)
     case PD_XE_READY:
         pd_info("a sender is there: KV comes by %s", pd_xfer_via(c->c.x));
         for (uint32_t i = 0; i < c->n_unacked; i++)
-            pd_xfer_commit(c->c.x, c->unacked[i].run, c->unacked[i].gen, c->unacked[i].has_lease ? c->unacked[i].lease : NULL, NULL);
+            pd_xfer_commit(c->c.x, c->unacked[i].run, c->unacked[i].gen, c->unacked[i].has_lease ? c->unacked[i].lease : NULL, c->s->now, NULL);
         c->n_unacked = 0;
         break;
     case PD_XE_OFFERED: on_offer(c, ev->move); break;
     case PD_XE_TAKEN: on_taken(c, r, ev->move); break;
     case PD_XE_UNACKED:
         on_unacked(c, ev->move);
-        r->m = NULL;
+        if (r)                  /* else it was told once more */
+            r->m = NULL;
         break;
-    case PD_XE_RELEASED: r->m = NULL; break;
+    case PD_XE_RELEASED:
+        if (r)
+            r->m = NULL;
+        break;
     case PD_XE_FAILED: case PD_XE_CANCELLED:
         if (!r)
             break;

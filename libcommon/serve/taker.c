@@ -1,4 +1,3 @@
-#include <pthread.h>
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
@@ -25,12 +24,8 @@ struct early {
 /* What was verified and is in use, and the prefill worker may not know. */
 struct unacked { struct unacked *next; char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN], lease[PD_LEASE_ID_LEN]; bool has_lease; int64_t since; };
 
-/* KV that is read in place. Its move lives until the run is over, or the lease. */
-struct pd_pin { struct pd_taker *t; struct pd_pin *next; struct pd_move *m /* NULL: over */; struct pd_link *k; };
-
 struct pd_taker {
-    pthread_mutex_t lock;       /* of the pins' moves: the thread looks at them before each token */
-    struct pd_pin *pins;
+    struct pd_pins pins;
     struct pd_loop *l;
     struct pd_taker_opts o;
     struct pd_taker_ops ops;
@@ -47,56 +42,6 @@ struct pd_taker {
     struct pd_metrics *metrics;
 };
 
-bool pd_pin_valid(struct pd_pin *p)
-{
-    pthread_mutex_lock(&p->t->lock);
-    bool ok = p->m && pd_take_word(p->m);
-    pthread_mutex_unlock(&p->t->lock);
-    return ok;
-}
-
-static void pin_over(struct pd_pin *p)
-{
-    pthread_mutex_lock(&p->t->lock);
-    p->m = NULL;
-    pthread_mutex_unlock(&p->t->lock);
-}
-
-static struct pd_pin *pin_of(struct pd_taker *t, const struct pd_move *m)
-{
-    struct pd_pin *p = t->pins;
-    while (p && p->m != m)
-        p = p->next;
-    return p;
-}
-
-static int pin(struct pd_taker *t, struct pd_link *k, struct pd_move *m, struct pd_pin **out, struct pd_err *e)
-{
-    struct pd_pin *p = pd_calloc(1, sizeof *p, "KV read in place", e);
-    if (!p)
-        return PD_ENOMEM;
-    *p = (struct pd_pin){ t, t->pins, m, k };
-    *out = t->pins = p;
-    t->n.pinned++;
-    return 0;
-}
-
-static void unpin(struct pd_pin *p)
-{
-    struct pd_taker *t = p->t;
-    struct pd_pin **q = &t->pins;
-    struct pd_move *m = p->m;
-    while (*q != p)
-        q = &(*q)->next;
-    *q = p->next;
-    t->n.pinned--;
-    if (m) {
-        pd_take_release(m, pd_mono_us());
-        pd_link_soon(p->k);
-    }
-    pd_free(p);
-}
-
 void pd_kv_in_put(struct pd_pool *p, struct pd_kv_in *kv)
 {
     for (uint32_t i = 0; i < kv->n_blocks; i++)
@@ -108,7 +53,7 @@ void pd_kv_in_free(struct pd_pool *p, struct pd_kv_in *kv)
 {
     pd_kv_in_put(p, kv);
     if (kv->pin)
-        unpin(kv->pin);
+        pd_pin_free(kv->pin);
     pd_free(kv->blocks);
     pd_arena_free(&kv->mem);
     *kv = (struct pd_kv_in){ .blocks = NULL };
@@ -235,6 +180,12 @@ static uint32_t *held_of(const struct pd_taker *t, const struct pd_expect *x, co
 
 static bool goes_on(const struct pd_expect *x, const struct pd_kvdesc *d) { return x->parked && !memcmp(x->gen, d->gen, sizeof x->gen); }
 
+static void resumed(struct pd_taker *t)
+{
+    t->n.resumed++;
+    pd_metric_add(t->m_resumed, 1);
+}
+
 /* false: others hold too many blocks, though there was room a moment ago: the thread has taken some meanwhile. */
 static bool take_offer(struct pd_taker *t, struct pd_expect *x)
 {
@@ -256,8 +207,7 @@ static bool take_offer(struct pd_taker *t, struct pd_expect *x)
     leave_room(t, x);
     if (resumes) {
         x->parked = NULL;
-        t->n.resumed++;
-        pd_metric_add(t->m_resumed, 1);
+        resumed(t);
     }
     if (begins) {
         memcpy(x->gen, d->gen, sizeof x->gen);
@@ -380,11 +330,28 @@ static void keep_early(struct pd_taker *t, struct pd_move *m, struct pd_link *k)
 
 /* ---- events ---- */
 
+/* It was taken, and is not needed any more: its prefill worker, which lost the connection, has not heard of that. */
+static bool is_released(struct pd_taker *t, const struct pd_kvdesc *d)
+{
+    for (struct pd_link *k = t->links.first; k; k = pd_link_next(k))
+        if (pd_xfer_releasing(pd_link_xfer(k), d->run, d->gen))
+            return true;
+    for (struct unacked *u = t->unacked; u; u = u->next)
+        if (!strcmp(u->run, d->run) && !memcmp(u->gen, d->gen, sizeof u->gen))
+            return true;
+    return false;
+}
+
 static void on_offer(struct pd_taker *t, struct pd_link *k, struct pd_move *m)
 {
     const struct pd_kvdesc *d = pd_move_desc(m);
     struct pd_expect *x = pd_keyed_find(&t->expected, d->run, PD_RUN_LEN);
-    if (x && memcmp(x->op, d->op, sizeof x->op))
+    if (pd_pins_offered(&t->pins, k, m))
+        return;
+    if (!x && is_released(t, d)) {
+        pd_take_release(m, pd_mono_us());
+        pd_link_soon(k);
+    } else if (x && memcmp(x->op, d->op, sizeof x->op))
         refuse(k, m, PD_ECANCEL, "another op of this run is expected");
     else if (x && x->move)
         refuse(k, m, PD_ECANCEL, "this run is being taken from elsewhere");
@@ -409,7 +376,7 @@ static void on_taken(struct pd_taker *t, struct pd_expect *x, const struct pd_xf
     if (!rc && !(kv.blocks = pd_take_blocks(ev->move, &kv.n_blocks)))
         rc = pd_fail(&e, PD_EFAIL, "its blocks were taken already");
     if (!rc && pd_take_in_place(ev->move))
-        rc = pin(t, x->link, ev->move, &kv.pin, &e);
+        rc = pd_pin_new(&t->pins, x->link, ev->move, &kv.pin, &e);
     if (rc < 0) {
         if (!kv.pin)
             pd_take_release(ev->move, pd_mono_us());
@@ -447,58 +414,68 @@ static void drop_unacked(struct pd_taker *t, struct unacked **q)
     pd_free(u);
 }
 
-static void keep_unacked(struct pd_taker *t, const struct pd_move *m)
+/* A prefill worker is there again: it is told what it may not know. What it does not acknowledge there is kept anew. */
+static void commit(struct pd_taker *t, struct pd_link *k)
 {
-    struct unacked *u = pd_calloc(1, sizeof *u, "a release", NULL);
-    if (!u)                     /* its lease runs out there */
-        return;
-    const uint8_t *lease = pd_move_lease(m);
-    *u = (struct unacked){ .has_lease = lease != NULL, .since = pd_mono_us() };
-    memcpy(u->run, pd_move_run(m), sizeof u->run);
-    memcpy(u->gen, pd_move_gen(m), sizeof u->gen);
-    if (lease)
-        memcpy(u->lease, lease, sizeof u->lease);
-    *t->last_unacked = u;
-    t->last_unacked = &u->next;
-    if (++t->n_unacked > UNACKED_MOST)
-        drop_unacked(t, &t->unacked);
-}
-
-/* A prefill worker is there again: it is told what it may not know. */
-static void commit(struct pd_taker *t, struct pd_link *k, const struct pd_hello *peer)
-{
-    for (struct unacked **q = &t->unacked; *q;) {
+    const struct pd_hello *peer = pd_xfer_peer(pd_link_xfer(k));
+    for (struct unacked **q = &t->unacked; pd_xfer_open(pd_link_xfer(k)) && *q;) {
         struct unacked *u = *q;
         if (memcmp(u->gen, peer->life, sizeof peer->life)) {
             q = &u->next;
             continue;
         }
-        if (pd_xfer_commit(pd_link_xfer(k), u->run, u->gen, u->has_lease ? u->lease : NULL, NULL) < 0)
-            return;
+        if (pd_xfer_commit(pd_link_xfer(k), u->run, u->gen, u->has_lease ? u->lease : NULL, pd_mono_us(), NULL) < 0)
+            break;
         t->n.committed++;
         drop_unacked(t, q);
     }
     pd_link_soon(k);
 }
 
+static void keep_unacked(struct pd_taker *t, const char *run, const uint8_t *gen, const uint8_t *lease, const struct pd_link *not /* was told there */)
+{
+    struct unacked *u = pd_calloc(1, sizeof *u, "a release", NULL);
+    if (!u)                     /* its lease runs out there */
+        return;
+    *u = (struct unacked){ .has_lease = lease != NULL, .since = pd_mono_us() };
+    memcpy(u->run, run, sizeof u->run);
+    memcpy(u->gen, gen, sizeof u->gen);
+    if (lease)
+        memcpy(u->lease, lease, sizeof u->lease);
+    *t->last_unacked = u;
+    t->last_unacked = &u->next;
+    if (++t->n_unacked > UNACKED_MOST)
+        drop_unacked(t, &t->unacked);
+    for (struct pd_link *k = t->links.first; k; k = pd_link_next(k))   /* it may have come back before its old connection was seen to end */
+        if (k != not)
+            commit(t, k);
+}
+
+static void on_unpinned(void *ctx, const char *run, const uint8_t *gen, const uint8_t *lease)
+{
+    keep_unacked(ctx, run, gen, lease, NULL);
+    set_timer(ctx);
+}
+
 static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
 {
     struct pd_taker *t = ctx;
     struct pd_expect *x = ev->move ? pd_move_get(ev->move) : NULL;
-    struct pd_pin *p = ev->move && ev->last ? pin_of(t, ev->move) : NULL;
     const struct pd_hello *peer = pd_xfer_peer(pd_link_xfer(k));
-    if (p)
-        pin_over(p);
+    if (ev->move && ev->last && pd_pins_ended(&t->pins, ev))
+        return;
     switch (ev->kind) {
     case PD_XE_READY:
         if (ev->err.code)
             pd_warn("%.*s: %s: output may differ in the last bits", (int)peer->worker.n, peer->worker.p ? peer->worker.p : "", ev->err.msg);
-        commit(t, k, peer);
+        commit(t, k);
         break;
     case PD_XE_OFFERED: on_offer(t, k, ev->move); break;
     case PD_XE_TAKEN:
         if (x)
             on_taken(t, x, ev);
+        else if (pd_pins_taken(&t->pins, ev->move))
+            resumed(t);
         break;
     case PD_XE_FAILED: case PD_XE_CANCELLED: {
         bool lost = !pd_xfer_open(pd_link_xfer(k));
@@ -511,7 +488,11 @@ static void on_event(void *ctx, struct pd_link *k, const struct pd_xfer_event *e
             never_came(t, ev, kind);
         break;
     }
-    case PD_XE_UNACKED: keep_unacked(t, ev->move); break;
+    case PD_XE_UNACKED: keep_unacked(t, pd_move_run(ev->move), pd_move_gen(ev->move), pd_move_lease(ev->move), k); break;
+    case PD_XE_RELEASED:
+        if (t->unacked)         /* there is room for one more */
+            commit(t, k);
+        break;
     case PD_XE_CLOSED:
         if (ev->err.code != PD_ECANCEL)
             pd_error("a transfer connection ends: %s", ev->err.msg);
@@ -616,6 +597,7 @@ struct pd_taker_counts pd_taker_counts(const struct pd_taker *t)
 {
     struct pd_taker_counts n = t->n;
     n.links = t->links.n;
+    n.pinned = t->pins.n;
     n.expected = (uint32_t)t->expected.n;
     return n;
 }
@@ -629,7 +611,7 @@ int pd_taker_new(const struct pd_taker_opts *o, const struct pd_taker_ops *ops, 
     t->ops = *ops;
     t->last_room = &t->room;
     t->last_unacked = &t->unacked;
-    pthread_mutex_init(&t->lock, NULL);
+    pd_pins_init(&t->pins, on_unpinned, t);
     *out = t;
     return 0;
 }
@@ -668,6 +650,6 @@ void pd_taker_free(struct pd_taker *t)
         drop_unacked(t, &t->unacked);
     pd_keyed_free(&t->expected);
     pd_timer_free(t->timer);
-    pthread_mutex_destroy(&t->lock);
+    pd_pins_free(&t->pins);
     pd_free(t);
 }

@@ -8,14 +8,15 @@
  *
  * Blocks that the prefix cache holds of an offer's tokens are not sent: they stand in the block table with a reference, in whole chunks.
  * A connection that is lost leaves what was verified parked, with its blocks: when the prefill worker offers the same generation again within
- * PD_TAKER_WORD_US only the rest is sent. One that is lost when all was verified leaves a release that nobody has acknowledged: the next connection to
- * the same life of that prefill worker carries it (pd_xfer_commit).
+ * PD_TAKER_WORD_US only the rest is sent. What is read in place is read on without it (pin.h). A release that nobody has acknowledged is told over the next
+ * connection to the same life of that prefill worker (pd_xfer_commit); what it offers again because it has not heard of it is released at once.
  * The loop's. */
 #ifndef PD_SERVE_TAKER_H
 #define PD_SERVE_TAKER_H
 #include "../engine/runtime.h"
 #include "../trace/keyed.h"
 #include "link.h"
+#include "pin.h"
 
 #define PD_TAKER_EARLY_US 5000000
 #define PD_TAKER_EARLY 1024
@@ -46,12 +47,10 @@ struct pd_kv_in {               /* what was taken */
     uint32_t held_tokens;       /* those whose KV was here already */
     int64_t us;                 /* from the offer on */
     unsigned converted;         /* PD_CONV_* */
-    struct pd_pin *pin;         /* some blocks lie in the prefill worker's memory, under its lease; NULL: all are our own */
+    struct pd_pin *pin;         /* some blocks lie in the prefill worker's memory, under its lease (pin.h); NULL: all are our own */
 };
 void pd_kv_in_put(struct pd_pool *p, struct pd_kv_in *kv);      /* the blocks that are still its own; any thread */
 void pd_kv_in_free(struct pd_pool *p, struct pd_kv_in *kv);     /* once nothing reads the blocks: the lease is released */
-/* Was all that was read of it before this call its KV? Any thread, until pd_kv_in_free. false once: false for ever. */
-bool pd_pin_valid(struct pd_pin *p);
 
 struct pd_taker_ops {
     void *ctx;

@@ -181,6 +181,13 @@ int pd_give_finish(struct pd_move *m, const struct pd_kvdesc *kv, struct pd_err 
 const struct pd_plan *pd_give_plan(const struct pd_move *m) { return &m->plan; }
 uint64_t pd_give_wire(const struct pd_move *m) { return m->wire; }
 
+bool pd_give_in_place(const struct pd_move *m, int32_t *pid, uint64_t *start)
+{
+    *pid = m->x->o.peer_pid;
+    *start = m->x->o.peer_start;
+    return m->in_place;
+}
+
 /* ---- what the peer says ---- */
 
 int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
@@ -222,6 +229,7 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
             goto out;
         }
     }
+    m->in_place = !strcmp(r.mode, "in_place");
     m->n_left = m->plan.n_chunks;
     uint64_t layer_bytes = m->plan.n_blocks ? m->plan.bytes / m->plan.n_blocks / m->plan.layers : 0;
     m->bytes = 0;
@@ -273,8 +281,8 @@ static void release_by_name(struct pd_xfer *x, const struct pd_release *r)
     struct pd_lease_info i;
     uint32_t at = 0;
     while (pd_leases_each(x->o.leases, &at, &i))
-        if (!memcmp(i.gen, r->gen, PD_GEN_LEN) && !strcmp(i.run, r->run) && !i.readers && (!r->has_lease || !memcmp(i.id, r->lease, sizeof i.id))) {
-            pd_lease_release(x->o.leases, i.id, NULL, x->now, NULL);
+        if (!memcmp(i.gen, r->gen, PD_GEN_LEN) && !strcmp(i.run, r->run) && (!r->has_lease || !memcmp(i.id, r->lease, sizeof i.id))) {
+            pd_lease_let_go(x->o.leases, i.id, x->now, NULL);
             return;
         }
 }

@@ -108,12 +108,14 @@ void pd_give_ready(struct pd_move *m, uint32_t chunk0, uint32_t n);     /* these
 int pd_give_finish(struct pd_move *m, const struct pd_kvdesc *kv, struct pd_err *e);
 const struct pd_plan *pd_give_plan(const struct pd_move *m);
 uint64_t pd_give_wire(const struct pd_move *m);                 /* bytes of payload that went over the connection, or beside it, coded as they went; shm: none */
+bool pd_give_in_place(const struct pd_move *m, int32_t *pid, uint64_t *start);  /* the peer reads it where it lies; who that is, as pd_xfer_opts has it */
 
 /* ---- taking ---- */
 /* Accept. held: blocks of the pool that hold the beginning already. in_place: read full blocks where the giver has them, when that can be (shm, one shape).
- * resume: an import that pd_take_park gave; owned by the move from here on, also after a failure. Failures leave the move failed and the peer told.
- * may_wait: 1 when others hold too many of the pool's blocks now; nothing has happened then. */
-struct pd_take { const uint32_t *held; uint32_t n_held; bool in_place, may_wait; struct pd_import *resume; int64_t deadline; };
+ * resume: an import that pd_take_park gave; owned by the move from here on, also after a failure. again: it is here, verified, and read in place since a
+ * connection before this one; nothing of it is sent, TAKEN brings no blocks, and from then on this connection renews its lease. Failures leave the move failed
+ * and the peer told. may_wait: 1 when others hold too many of the pool's blocks now; nothing has happened then. */
+struct pd_take { const uint32_t *held; uint32_t n_held; bool in_place, may_wait, again; struct pd_import *resume; int64_t deadline; };
 int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_err *e);
 void pd_take_refuse(struct pd_move *m, int code, const char *why, int64_t now);
 uint32_t *pd_take_blocks(struct pd_move *m, uint32_t *n);       /* after TAKEN, once: block table (pd_free) and a reference of each, now the caller's */
@@ -121,16 +123,20 @@ unsigned pd_take_converts(const struct pd_move *m);             /* PD_CONV_* tha
 bool pd_take_in_place(const struct pd_move *m);                 /* some of them are read where the giver has them: pd_take_valid before each token leaves */
 /* Still the offered generation, under a lease that has not run out? What was read before the call is good. */
 bool pd_take_valid(const struct pd_move *m, int64_t now);
-/* The control word alone, for the thread that reads the KV; any thread, until the move's last event is given. That the lease lives on is the connection's to
- * see: its end is an event. */
-bool pd_take_word(const struct pd_move *m);
-void pd_take_release(struct pd_move *m, int64_t now);           /* in place: the last use is over, the references are dropped */
+struct pd_view *pd_take_view(const struct pd_move *m);          /* in place: the control page that says so, for who reads the KV; a reference of it */
+/* In place: when its lease runs out, as far as is known here. 0: it has ended. At PD_XE_FAILED: the connection was lost, and nothing else; the KV may be read
+ * until then, while its control word stands. */
+int64_t pd_take_until(const struct pd_move *m);
+/* In place: the last use is over, the references are dropped. Of an offer: it was taken before, and is not needed any more. */
+void pd_take_release(struct pd_move *m, int64_t now);
 const struct pd_import *pd_take_import(const struct pd_move *m);       /* after pd_take, until the move is over or its blocks were taken: what has come; or NULL */
 struct pd_import *pd_take_park(struct pd_move *m);              /* at PD_XE_FAILED by loss: the part that was verified, or NULL; pd_import_free */
 const struct pd_kvdesc *pd_move_desc(const struct pd_move *m);  /* taking: the offer, from TAKEN on the kv */
 uint32_t pd_take_held(const struct pd_move *m);                 /* of `held`, the blocks that are used and were not sent; until TAKEN is dealt with */
-/* Tell the giver, on a new connection, what UNACKED left open. lease: of the offer; NULL where it named none. */
-int pd_xfer_commit(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_LEN], const uint8_t *lease, struct pd_err *e);
+/* Tell the giver, on a new connection, what UNACKED left open. lease: of the offer; NULL where it named none. A move of its own, whose only event is RELEASED,
+ * or UNACKED again. PD_ENOMEM: too many are open. */
+int pd_xfer_commit(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_LEN], const uint8_t *lease, int64_t now, struct pd_err *e);
+bool pd_xfer_releasing(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_LEN]);     /* said there, and not acknowledged */
 
 /* ---- both ---- */
 /* Stop it; cause: static text. Giving: revokes the lease. The move ends with CANCELLED when the peer has acknowledged, or after cancel_us. */

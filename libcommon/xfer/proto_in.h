@@ -23,6 +23,7 @@ struct pd_move {
     char run[PD_RUN_LEN + 1];
     uint8_t gen[PD_GEN_LEN], lease[PD_LEASE_ID_LEN];
     bool has_lease;                     /* on the wire (take); give always has one */
+    bool in_place;                      /* the taker reads it where the giver has it */
     const struct pd_transport *tr;
     void *path;
     void *user;
@@ -55,7 +56,9 @@ struct pd_move {
     uint32_t n_told;                    /* chunks whose sum came and that are not verified */
     struct waiting { uint32_t seq, chunk0, chunks; } *waits; uint32_t n_waits, cap_waits, n_awaited;  /* of those: n_awaited that have not landed yet */
     bool targeted;                      /* the peer may write into its blocks */
-    bool all_done, in_place, verified, lost;
+    bool all_done, verified, lost;
+    bool again;                         /* read here since a connection before this one: it has no import */
+    bool told_again;                    /* it is the release of one that another connection carried */
     int64_t lease_until;                /* by our clock */
 };
 

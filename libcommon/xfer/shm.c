@@ -20,7 +20,7 @@ struct path {
     uint32_t sent_slabs;
     /* taking */
     struct pd_slabs *slabs;
-    struct pd_control control;
+    struct pd_view *control;
     int fds[MAX_FDS], n_fds;            /* came, and wait for their record */
     uint8_t in[MAX_PACKET];
     size_t n_in;
@@ -46,7 +46,6 @@ static int open_path(const struct pd_xfer_opts *o, const struct pd_hello *theirs
     if (!p)
         return PD_ENOMEM;
     p->giving = o->giving;
-    p->control.fd = -1;
     if (!o->giving) {
         const struct pd_kv_layout *l = &theirs->layout;
         struct pd_slab_shape shape = { theirs->slab_bytes, theirs->slab_blocks, l->layers, pd_layout_elem_size(l) };
@@ -72,7 +71,7 @@ static void close_path(void *path)
     for (int i = 0; i < p->n_fds; i++)
         close(p->fds[i]);
     pd_slabs_free(p->slabs);
-    pd_control_close(&p->control);
+    pd_view_put(p->control);
     pd_free(p);
 }
 
@@ -183,7 +182,7 @@ static int take_packet(struct path *p, size_t n, struct pd_err *e)
     else if (strcmp(r.what, "control"))
         rc = pd_fail(e, PD_ECORRUPT, "shm: '%.11s' is neither slab nor control", r.what);
     else
-        rc = p->control.word ? pd_fail(e, PD_ECORRUPT, "shm: a second control page") : pd_control_map(fd, &p->control, e);
+        rc = p->control ? pd_fail(e, PD_ECORRUPT, "shm: a second control page") : pd_view_new(fd, &p->control, e);
     close(fd);
     return rc;
 }
@@ -243,15 +242,11 @@ static int ready(void *path, const struct pd_payload *y, uint32_t n_blocks, stru
     struct path *p = path;
     int rc = pd_slabs_blocks(p->slabs, y->runs, y->n_runs, n_blocks, blocks, e);
     *from = p->slabs;
-    return rc ? rc : !p->control.word;
+    return rc ? rc : !p->control;
 }
 
-static bool valid(void *path, const uint8_t lease[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN])
-{
-    struct path *p = path;
-    return p->control.word && pd_control_valid(&p->control, pd_lease_slot(lease), gen);
-}
+static struct pd_view *view(void *path) { return ((struct path *)path)->control; }
 
 const struct pd_transport pd_shm = { .scheme = "shm", .borrows = true, .sums = true, .usable = usable, .open = open_path, .reg = reg, .offer = offer, .send = send_sums,
                                     .poll = poll_fds,
-                                     .ready = ready, .valid = valid, .close = close_path };
+                                     .ready = ready, .view = view, .close = close_path };

@@ -134,6 +134,15 @@ static void offer_on(struct pd_move *m)
     }
 }
 
+/* The hand-over of that run, but for what is only a release. */
+static struct pd_move *under_way(struct pd_xfer *x, const char *run)
+{
+    struct pd_move *m = x->moves;
+    while (m && (m->state == M_OVER || m->told_again || strcmp(m->run, run)))
+        m = m->next;
+    return m;
+}
+
 int pd_x_take_offer(struct pd_xfer *x, const void *rec, size_t n)
 {
     struct pd_arena a = { 0 };
@@ -144,7 +153,12 @@ int pd_x_take_offer(struct pd_xfer *x, const void *rec, size_t n)
         rc = pd_x_malformed(x, rc, &e);
         goto out;
     }
-    struct pd_move *old = pd_x_find(x, d.run, NULL);
+    struct pd_move *old = pd_x_find(x, d.run, d.gen);
+    if (old && old->told_again) {       /* its giver is about to hear that it is not needed */
+        x->n.late++;
+        goto out;
+    }
+    old = under_way(x, d.run);
     if (old && !memcmp(old->gen, d.gen, PD_GEN_LEN)) {
         rc = pd_x_illegal(old, "a second offer");
         goto out;
@@ -209,10 +223,48 @@ static bool lacks_room(const struct pd_pool *p, const struct pd_kvdesc *d, uint3
     return want <= s.max && want > s.max - others;
 }
 
+static int put_accept(struct pd_move *m, struct pd_accept *r, struct pd_err *e)
+{
+    struct pd_xfer *x = m->x;
+    strcpy(r->mode, m->in_place ? "in_place" : "copy");
+    memcpy(r->run, m->run, sizeof r->run);
+    memcpy(r->gen, m->gen, sizeof r->gen);
+    m->state = M_MOVING;
+    m->since = x->now;
+    int rc = pd_accept_encode(r, pd_out_buf(&x->out), e);
+    if ((rc = pd_x_put(x, rc, e)))
+        *e = x->why;
+    return rc;
+}
+
+/* All of it is here. Its lease may be short of its end: it is renewed at once. */
+static int take_again(struct pd_move *m, struct pd_err *e)
+{
+    struct pd_accept r = { .held = 0 };
+    struct pd_buf have = { 0 };
+    struct pd_plan plan;
+    int rc = m->tr->view ? pd_plan_make(&m->desc.layout, m->desc.n_tokens, m->desc.payload.chunk_blocks, &plan, e) :
+             pd_fail(e, PD_EINCOMPAT, "run %s: it is read in place here, and cannot go by %s any more", m->run, m->tr->scheme);
+    rc = rc ? rc : pd_buf_reserve(&have, (plan.n_chunks + (size_t)7) / 8, e);
+    if (rc) {
+        pd_x_fail(m, e, "refused");
+        return rc;
+    }
+    memset(have.p, 0, have.n = (plan.n_chunks + (size_t)7) / 8);
+    for (uint32_t i = 0; i < plan.n_chunks; i++)
+        have.p[i / 8] |= (uint8_t)(1 << (i % 8));
+    r.have = (struct pd_bin){ have.p, have.n };
+    m->again = m->in_place = true;
+    m->renew_at = m->x->now;
+    rc = put_accept(m, &r, e);
+    pd_buf_free(&have);
+    return rc;
+}
+
 int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_err *e)
 {
     struct pd_xfer *x = m->x;
-    struct pd_accept r = { .mode = "copy" };
+    struct pd_accept r = { .held = 0 };
     struct pd_err why = { 0 };
     struct pd_buf have = { 0 };
     struct pd_import_opts o = { .held = t->held, .n_held = t->n_held, .from = m->from, .from_blocks = m->from_blocks, .lend = t->in_place,
@@ -225,6 +277,10 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
         return pd_fail(e, PD_EFAIL, "run %s: it is %s, there is nothing to accept", m->run, pd_move_state(m));
     }
     m->deadline = t->deadline;
+    if (t->again) {
+        rc = take_again(m, &why);
+        goto out;
+    }
     if (t->resume) {
         m->im = t->resume;
         rc = pd_import_resume(m->im, &m->desc, &o, &why);
@@ -256,15 +312,7 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
         goto out;
     }
     m->in_place = pd_import_in_place(m->im);
-    if (m->in_place)
-        strcpy(r.mode, "in_place");
-    memcpy(r.run, m->run, sizeof r.run);
-    memcpy(r.gen, m->gen, sizeof r.gen);
-    m->state = M_MOVING;
-    m->since = now;
-    rc = pd_accept_encode(&r, pd_out_buf(&x->out), &why);
-    rc = pd_x_put(x, rc, &why);
-    why = rc ? x->why : why;
+    rc = put_accept(m, &r, &why);
 out:
     pd_buf_free(&have);
     pd_arena_free(&a);
@@ -380,6 +428,10 @@ int pd_x_take_done(struct pd_xfer *x, const void *rec, size_t n)
     struct pd_move *m = receiving(x, "done", d.run, d.gen, &rc);
     if (!m)
         goto out;
+    if (m->again) {
+        rc = pd_x_illegal(m, "done where none is sent");
+        goto out;
+    }
     uint32_t n_chunks = pd_import_plan(m->im)->n_chunks;
     if (d.chunk0 > n_chunks || d.chunks > n_chunks - d.chunk0 || !d.chunks)
         rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: done for chunks %u to %" PRIu64 " of %u", m->run, d.chunk0, (uint64_t)d.chunk0 + d.chunks - 1,
@@ -414,11 +466,11 @@ static int verified(struct pd_move *m)
     if (m->targeted)
         m->tr->withdraw(m->path, m);        /* before anybody uses it */
     m->targeted = false;
-    if (pd_import_finish(m->im, &m->desc, &e))
+    if (!m->again && pd_import_finish(m->im, &m->desc, &e))
         return fail_now(m, e.code, "discarded", "%s", e.msg);
     m->verified = true;
-    m->bytes = pd_import_bytes(m->im);
-    struct pd_verified v = { .bytes = m->bytes, .verify_us = pd_import_us(m->im) };
+    m->bytes = m->again ? 0 : pd_import_bytes(m->im);
+    struct pd_verified v = { .bytes = m->bytes, .verify_us = m->again ? 0 : pd_import_us(m->im) };
     memcpy(v.run, m->run, sizeof v.run);
     memcpy(v.gen, m->gen, sizeof v.gen);
     strcpy(v.mode, m->in_place ? "in_place" : "copy");
@@ -433,7 +485,7 @@ static int verified(struct pd_move *m)
     return x->state == X_CLOSED ? x->why.code : 0;
 }
 
-static int maybe_verified(struct pd_move *m) { return m->state == M_CLOSED && !pd_import_missing(m->im) ? verified(m) : 0; }
+static int maybe_verified(struct pd_move *m) { return m->state == M_CLOSED && (m->again || !pd_import_missing(m->im)) ? verified(m) : 0; }
 
 bool pd_x_take_placed(struct pd_xfer *x, uint32_t via)
 {
@@ -475,11 +527,11 @@ int pd_x_take_kv(struct pd_xfer *x, const void *rec, size_t n)
         rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: kv before done", m->run);
         goto out;
     }
-    if (m->tr->sums && m->n_told + (pd_import_plan(m->im)->n_chunks - pd_import_missing(m->im)) < pd_import_plan(m->im)->n_chunks) {
+    if (!m->again && m->tr->sums && m->n_told + (pd_import_plan(m->im)->n_chunks - pd_import_missing(m->im)) < pd_import_plan(m->im)->n_chunks) {
         rc = fail_now(m, PD_ECORRUPT, "discarded", "run %s: kv, and not all of %u chunks are done", m->run, pd_import_plan(m->im)->n_chunks);
         goto out;
     }
-    if (pd_import_repeats(m->im, &d, &e)) {
+    if (!m->again && pd_import_repeats(m->im, &d, &e)) {
         rc = fail_now(m, e.code, "discarded", "%s", e.msg);
         goto out;
     }
@@ -541,12 +593,17 @@ bool pd_take_valid(const struct pd_move *m, int64_t now)
 {
     if (m->state < M_MOVING || m->state > M_RELEASING)
         return false;
-    return !m->in_place || (now < m->lease_until && m->tr->valid(m->path, m->lease, m->gen));
+    struct pd_view *v = m->in_place ? m->tr->view(m->path) : NULL;
+    return !m->in_place || (now < m->lease_until && v && pd_view_valid(v, pd_lease_slot(m->lease), m->gen));
 }
 
 unsigned pd_take_converts(const struct pd_move *m) { return m->im ? pd_import_converts(m->im) : 0; }
 
-bool pd_take_word(const struct pd_move *m) { return m->tr->valid(m->path, m->lease, m->gen); }
+struct pd_view *pd_take_view(const struct pd_move *m) { return pd_view_ref(m->tr->view(m->path)); }
+int64_t pd_take_until(const struct pd_move *m)
+{
+    return m->in_place && (m->verified || m->again) && (m->lost || m->state != M_OVER) ? m->lease_until : 0;
+}
 
 static int put_release(struct pd_xfer *x, const char *run, const uint8_t *gen, const uint8_t *lease)
 {
@@ -562,22 +619,33 @@ static int put_release(struct pd_xfer *x, const char *run, const uint8_t *gen, c
 void pd_take_release(struct pd_move *m, int64_t now)
 {
     m->x->now = now;
-    if (m->state != M_VERIFIED)
+    if (m->state != M_VERIFIED && m->state != M_OFFERED)
         return;
     m->state = M_RELEASING;
     m->since = now;
     put_release(m->x, m->run, m->gen, m->has_lease ? m->lease : NULL);
 }
 
-int pd_xfer_commit(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_LEN], const uint8_t *lease, struct pd_err *e)
+int pd_xfer_commit(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_LEN], const uint8_t *lease, int64_t now, struct pd_err *e)
 {
+    x->now = now;
     if (x->state != X_OPEN || x->o.giving)
         return pd_fail(e, PD_EFAIL, "run %s: the connection is not open for taking", run);
-    int rc = pd_x_retire(x, run, gen);          /* the answer is of no move here */
-    rc = rc ? rc : put_release(x, run, gen, lease);
-    if (rc && e)
-        *e = x->why;
-    return rc;
+    struct pd_move *m = pd_x_new(x, run, gen, e);
+    if (!m)
+        return PD_ENOMEM;
+    m->told_again = true;
+    if ((m->has_lease = lease != NULL))
+        memcpy(m->lease, lease, sizeof m->lease);
+    m->state = M_RELEASING;
+    put_release(x, run, gen, lease);    /* where that fails the connection ends, and the move with it */
+    return 0;
+}
+
+bool pd_xfer_releasing(struct pd_xfer *x, const char *run, const uint8_t gen[PD_GEN_LEN])
+{
+    const struct pd_move *m = pd_x_find(x, run, gen);
+    return m && !x->o.giving && m->state == M_RELEASING;
 }
 
 /* ---- time ---- */

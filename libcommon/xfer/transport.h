@@ -68,8 +68,7 @@ struct pd_transport {
     void (*withdraw)(void *path, const void *owner);
     uint32_t (*landed)(void *path);     /* number of the last group that is there, of those that `done` names; they count from 1 to PD_XFER_SEQ_MAX, and again */
     bool (*placed)(void *path, struct pd_placed *out);  /* payload that came over streams: the next chunk that is there, to be checked at once */
-    /* Does the lease's control word still say gen? What was read before the call was read under it. */
-    bool (*valid)(void *path, const uint8_t lease[PD_LEASE_ID_LEN], const uint8_t gen[PD_GEN_LEN]);
+    struct pd_view *(*view)(void *path);        /* the control page of the leases that it borrows under (../kv/control.h); the path's, NULL: none came */
     void (*close)(void *path);
 };
 #define PD_XFER_SEQ_MAX 0x7fffffffu

@@ -260,6 +260,7 @@ for what in ("lease", "held", "killed"):
             P.until({"leases_live": 0}, 5)
         else:
             P.kill()
+            time.sleep(2.1)     # until then what it left is read
         D.p.send_signal(signal.SIGCONT)
         s.R.wait(runs)
         if what == "killed":

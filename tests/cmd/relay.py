@@ -11,13 +11,14 @@ from pdset import msgpack
 
 class Relay:
     """cuts: for the 1st, 2nd, ... transfer connection (direction, bytes): it ends when so many have been passed on that way, "out" (prefill to decode) or "back".
-    None, or past the end of the list: it is left alone. absent: how long after a cut nobody listens, seconds."""
+    None, or past the end of the list: it is left alone. absent: how long after a cut nobody listens, seconds; None: until open()."""
 
     def __init__(self, path, to, cuts=(), absent=0):
         self.path, self.to, self.cuts, self.absent = path, to, list(cuts), absent
         self.at = "unix:" + path
         self.p = to.p
         self.lock = threading.Lock()
+        self.live = []          # (connection, its sockets)
         self.conns = []         # [{"out": bytes, "back": bytes, "cut": bool}] of transfer connections, in order
         self.attached = []      # sockets of descriptors
         self.open()
@@ -48,7 +49,7 @@ class Relay:
             if c["cut"]:
                 return
             c["cut"] = True
-        if self.absent:
+        if self.absent != 0:
             os.unlink(self.path)
             self.shut(self.l)
             self.l.close()
@@ -56,6 +57,10 @@ class Relay:
         self.attached = []
         if self.absent:
             threading.Timer(self.absent, self.open).start()
+
+    def cut_all(self):
+        for one in self.live:
+            self.cut(*one)
 
     def serve(self, a):
         """a: the prefill worker's end."""
@@ -73,12 +78,14 @@ class Relay:
             with self.lock:
                 c = {"out": 0, "back": 0, "cut": False}
                 self.conns.append(c)
+                self.live.append((c, a, b))
                 n = len(self.conns) - 1
             cut = self.cuts[n] if n < len(self.cuts) else None
         t = threading.Thread(target=self.pump, args=(b, a, "back", c, cut), daemon=True)
         t.start()
         self.pump(a, b, "out", c, cut)
         t.join()
+        self.live = [x for x in self.live if x[0] is not c]
         a.close()
         b.close()
 

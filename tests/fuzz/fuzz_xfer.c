@@ -1,5 +1,5 @@
 /* A peer that says anything: its records, from hello on, to either end of the transfer protocol, with events answered as a daemon would and time passing.
- * First byte: 1 the giving end, 2 in place, 4 cancel after some records, 8 refuse, 16 the connection is lost at the end, 32 verify slowly. What guards against
+ * First byte: 1 the giving end, 2 in place, 4 cancel after some records, 8 refuse, 16 the connection is lost at the end, 32 verify slowly, 128 what is offered is read in place already. What guards against
  * accident
  * (sums, boot id, the lease's name) is put right, so that mutations reach what lies behind. Afterwards no block is held, whatever came. */
 #include <sys/socket.h>
@@ -100,11 +100,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
             } else if (ev.kind == PD_XE_OFFERED && data[0] & 8)
                 pd_take_refuse(ev.move, PD_ENOMEM, "no", now);
             else if (ev.kind == PD_XE_OFFERED)
-                pd_take(ev.move, &(struct pd_take){ .in_place = data[0] & 2 }, now, &e);
+                pd_take(ev.move, &(struct pd_take){ .in_place = data[0] & 2, .again = data[0] & 128 }, now, &e);
             else if (ev.kind == PD_XE_TAKEN) {
                 uint32_t k, *b = pd_take_blocks(ev.move, &k);
-                check(b != NULL);
-                while (k--)
+                check((b != NULL) == !(data[0] & 128));
+                while (b && k--)
                     pd_pool_put(to, b[k]);
                 pd_free(b);
                 if (!(data[0] & 4))

@@ -125,6 +125,50 @@ static void each_call_in_each_state(void **state)
         }
 }
 
+/* Its reader says that it is done, where the ledger knows nothing of it: the lease lasts as long as somebody is taken to read. */
+static void let_go(void **state)
+{
+    for (int how = 0; how < 5; how++) {
+        struct world w;
+        struct pd_err e;
+        uint8_t id[16];
+        struct pd_reader a = { .ctx = &w }, b = { .ctx = &e }, waits = { .ctx = id, .waits = true };
+        open_world(&w, 8);
+        grant(&w, 3, 1000, 0, id);
+        assert_int_equal(pd_lease_fill(w.l, id, &e), 0);
+        assert_int_equal(pd_lease_read(w.l, id, w.gen, &waits, 0, &e), 0);      /* counts for nothing */
+        if (how) {
+            assert_int_equal(pd_lease_read(w.l, id, w.gen, &a, 0, &e), 0);
+            assert_int_equal(pd_lease_read(w.l, id, w.gen, &b, 0, &e), 0);
+        }
+        assert_int_equal(pd_lease_let_go(w.l, id, 1, &e), 0);
+        if (how) {
+            assert_int_equal(pd_lease_let_go(w.l, id, 1, &e), 0);
+            assert_int_equal(pd_lease_renew(w.l, id, w.gen, 0, 1, &e), 0);
+            assert_int_equal(pd_leases_counts(w.l).live, 1);
+        }
+        if (how == 1 || how == 2) {
+            pd_lease_unread(w.l, id, &w);
+            assert_int_equal(pd_leases_counts(w.l).live, 1);
+            if (how == 1)
+                pd_lease_unread(w.l, id, &e);
+            else
+                pd_lease_revoke(w.l, id, "asked", 2, &e);
+        } else if (how == 3)
+            assert_int_equal(pd_leases_sweep(w.l, 2000), 1);
+        else if (how == 4) {
+            pd_lease_release(w.l, id, &e, 2, &e);
+            pd_lease_unread(w.l, id, &w);
+        }
+        struct pd_lease_counts n = pd_leases_counts(w.l);
+        assert_true(!n.live && n.released == (how != 2 && how != 3) && n.revoked == (how == 2) && n.expired == (how == 3));
+        assert_int_equal(pd_lease_let_go(w.l, id, 3, &e), 1);
+        id[15]++;
+        assert_int_equal(pd_lease_let_go(w.l, id, 3, &e), PD_ECORRUPT);
+        close_world(&w);
+    }
+}
+
 static void a_stale_generation_reads_nothing(void **state)
 {
     struct world w;
@@ -401,7 +445,7 @@ static void a_fence_that_is_done_from_inside(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(each_call_in_each_state), cmocka_unit_test(a_stale_generation_reads_nothing), cmocka_unit_test(readers_count), cmocka_unit_test(expiry_is_in_order),
+        cmocka_unit_test(each_call_in_each_state), cmocka_unit_test(let_go), cmocka_unit_test(a_stale_generation_reads_nothing), cmocka_unit_test(readers_count), cmocka_unit_test(expiry_is_in_order),
         cmocka_unit_test(there_is_an_end_of_leases), cmocka_unit_test(a_reader_in_another_process), cmocka_unit_test(a_fence_of_the_dead), cmocka_unit_test(a_reader_that_waits),
         cmocka_unit_test(a_fence_that_is_done_from_inside),
     };

@@ -1,5 +1,6 @@
 /* What a decode worker expects and takes, over real links: a giver dials in on the same loop, by script. */
 #include <sys/socket.h>
+#include <sys/uio.h>
 #define FIX_POOL_BYTES (1 << 20)
 #include "../../libcommon/base/clock.h"
 #include "../../libcommon/serve/listener.h"
@@ -43,6 +44,7 @@ struct give {
 };
 static struct give gives[4];
 static bool hold_back;                  /* what is accepted is not sent at once */
+static int64_t lease_us;                /* 0: as usual */
 static int at_ready;                    /* what is offered as soon as a connection is there; -1: nothing */
 static void offer_again(int i);
 
@@ -130,6 +132,30 @@ static void cut(void)
     PUMP;
 }
 
+static int knock(void)
+{
+    struct sockaddr_un { sa_family_t f; char p[108]; } a = { .f = AF_UNIX };
+    int s = socket(AF_UNIX, SOCK_STREAM, 0);
+    snprintf(a.p, sizeof a.p, "%s", path);
+    assert_int_equal(connect(s, (struct sockaddr *)&a, sizeof a), 0);
+    return s;
+}
+
+/* A giver that says hello, and reads nothing. */
+static int a_deaf_giver(void)
+{
+    struct pd_xfer *x;
+    struct pd_xfer_opts o = G.o.xfer;
+    struct iovec v[8];
+    int s = knock();
+    o.unix_socket = true;
+    assert_int_equal(pd_xfer_new(&o, pd_mono_us(), &x, &e), 0);
+    int n = pd_xfer_iov(x, v, 8, pd_mono_us(), &e);
+    assert_true(n > 0 && writev(s, v, n) > 0);
+    pd_xfer_free(x);
+    return s;
+}
+
 static int fds_before;
 static int begin_with(uint32_t blocks, bool in_place, const char *via)
 {
@@ -146,6 +172,7 @@ static int begin_with(uint32_t blocks, bool in_place, const char *via)
     reserved = 0;
     ready = closed = 0;
     hold_back = false;
+    lease_us = 0;
     at_ready = -1;
     fix_make(&F, &geom, TOKENS, CHUNK, 11);
     size_t block = (size_t)geom.layers * 2 * 2 * 8 * 4 * 2;
@@ -171,7 +198,7 @@ static int begin_with(uint32_t blocks, bool in_place, const char *via)
 }
 static int begin(void **state) { return begin_with(100, false, "inline"); }
 static int begin_small(void **state) { return begin_with(16, false, "inline"); }
-static int begin_in_place(void **state) { return begin_with(100, true, "shm"); }
+static int begin_in_place(void **state) { return begin_with(100, true, "shm,inline"); }
 
 /* Every count is back at its start. */
 static int end(void **state)
@@ -224,7 +251,7 @@ static void name_it(int i)
 
 static void offer_again(int i)
 {
-    struct pd_give g = { .desc = &gives[i].d, .blocks = F.blocks, .chunk_blocks = CHUNK, .via = pd_link_via(glink) };
+    struct pd_give g = { .desc = &gives[i].d, .blocks = F.blocks, .chunk_blocks = CHUNK, .via = pd_link_via(glink, false) };
     memcpy(g.lease, gives[i].lease, sizeof g.lease);
     assert_int_equal(pd_give(pd_link_xfer(glink), &g, pd_mono_us(), &gives[i].m, &e), 0);
     pd_move_set(gives[i].m, &gives[i]);
@@ -233,7 +260,7 @@ static void offer_again(int i)
 
 static void offer(int i)
 {
-    assert_int_equal(pd_lease_grant(leases, gives[i].d.run, gives[i].d.gen, F.blocks, F.plan.n_blocks, 0, pd_mono_us(), gives[i].lease, &e), 0);
+    assert_int_equal(pd_lease_grant(leases, gives[i].d.run, gives[i].d.gen, F.blocks, F.plan.n_blocks, lease_us, pd_mono_us(), gives[i].lease, &e), 0);
     assert_int_equal(pd_lease_fill(leases, gives[i].lease, &e), 0);
     offer_again(i);
 }
@@ -552,14 +579,27 @@ static void what_was_taken_is_told_over_the_next_connection(void **state)
     assert_true(R[0].taken == 1 && !R[0].failed[0] && (gives[0].over == 1 || gives[0].how == PD_XE_RELEASED));
     int was = ready;
     cut();
-    dial();                     /* once is enough */
+    dial();                     /* once is enough, */
     assert_true(ready > was && pd_taker_counts(T).committed == 1);
+    name_it(1);                 /* unless that is not heard either */
+    expect(1, gives[1].d.run, 5000000);
+    offer(1);
+    UNTIL(R[1].taken && gives[1].over);
+    PUMP;
+    int deaf = a_deaf_giver();
+    UNTIL(pd_taker_counts(T).committed == 2);
+    close(deaf);
+    UNTIL(pd_taker_counts(T).links == 0);
+    assert_int_equal(pd_leases_counts(leases).live, 1);
+    dial();
+    UNTIL(!pd_leases_counts(leases).live);
+    assert_true(pd_taker_counts(T).committed == 3 && pd_leases_counts(leases).released == 2);
 }
 
 static void read_in_place(void **state)
 {
     name_it(0);
-    UNTIL(!pd_link_via(glink)); /* descriptors pass */
+    UNTIL(!pd_link_via(glink, false)); /* descriptors pass */
     expect(0, gives[0].d.run, 5000000);
     offer(0);
     UNTIL(R[0].taken);
@@ -572,22 +612,167 @@ static void read_in_place(void **state)
     pd_kv_in_free(rt.pool, &R[0].kv);
     UNTIL(gives[0].over);
     assert_true(gives[0].how == PD_XE_RELEASED && !pd_taker_counts(T).pinned);
-    /* and when it goes under its reader: by a revoked lease, by the connection */
+    /* and when it goes under its reader: by a revoked lease, also while no connection says so */
     for (int i = 1; i < 3; i++) {
         name_it(i);
         expect(i, gives[i].d.run, 5000000);
         offer(i);
         UNTIL(R[i].taken);
-        if (i == 1) {
-            pd_lease_revoke(leases, gives[i].lease, "needed", pd_mono_us(), NULL);
-            pd_links_soon(&G);
-        } else
+        if (i == 2) {
             cut();
-        UNTIL(!pd_pin_valid(R[i].kv.pin));
+            assert_true(pd_pin_valid(R[i].kv.pin) && same(&R[i]));
+        }
+        pd_lease_revoke(leases, gives[i].lease, "needed", pd_mono_us(), NULL);
+        assert_false(pd_pin_valid(R[i].kv.pin));        /* before a word came */
+        pd_links_soon(&G);
         PUMP;
         assert_false(pd_pin_valid(R[i].kv.pin));        /* for ever */
         pd_kv_in_free(rt.pool, &R[i].kv);
         assert_int_equal(pd_taker_counts(T).pinned, 0);
+    }
+}
+
+static void take_in_place(int i)
+{
+    UNTIL(!pd_link_via(glink, false));
+    name_it(i);
+    expect(i, gives[i].d.run, 5000000);
+    offer(i);
+    UNTIL(R[i].taken);
+    assert_true(R[i].kv.pin && same(&R[i]));
+}
+
+static int64_t expires(int i)
+{
+    struct pd_lease_info l;
+    return pd_lease_info(leases, gives[i].lease, &l) ? l.expires_us : 0;
+}
+
+/* The connection is lost, and another comes: that renews the lease from then on, and ends it. Twice. */
+static void read_on_in_place(void **state)
+{
+    lease_us = 400000;
+    take_in_place(0);
+    for (int times = 1; times < 3; times++) {
+        cut();
+        assert_true(gives[0].how == PD_XE_FAILED && pd_pin_valid(R[0].kv.pin) && pd_taker_counts(T).pinned == 1);
+        dial();
+        UNTIL(!pd_link_via(glink, false));
+        offer_again(0);
+        UNTIL(pd_taker_counts(T).resumed == (uint64_t)times);
+        for (int64_t end = pd_mono_us() + 3 * lease_us / 2; pd_mono_us() < end;) {
+            assert_int_equal(pd_leases_sweep(leases, pd_mono_us()), 0);
+            assert_true(pd_pin_valid(R[0].kv.pin));
+            run_for(10000);
+        }
+        assert_true(same(&R[0]) && gives[0].over == times);
+    }
+    assert_true(R[0].taken == 1 && R[0].started == 1 && gives[0].bytes == 0 && pd_taker_counts(T).taken[1] == 1 && pd_taker_counts(T).bytes == F.plan.bytes);
+    pd_kv_in_free(rt.pool, &R[0].kv);
+    UNTIL(gives[0].over == 3 && gives[0].how == PD_XE_RELEASED);
+    assert_true(pd_leases_counts(leases).released == 1 && !pd_taker_counts(T).pinned && !pd_taker_counts(T).committed);
+}
+
+/* None comes: it is read as long as the lease lasts that was asked for last, and no longer, though the memory is as it was. */
+static void read_on_in_place_until_the_lease_ends(void **state)
+{
+    lease_us = 900000;
+    take_in_place(0);
+    run_for(300000);            /* it is renewed, each sixth */
+    int64_t since = pd_mono_us();
+    cut();
+    while (pd_mono_us() < since + 2 * lease_us / 3)
+        run_for(5000);
+    assert_true(pd_pin_valid(R[0].kv.pin));
+    run_for(expires(0) + 1000 - pd_mono_us());          /* by its giver's clock, which is the later one */
+    assert_false(pd_pin_valid(R[0].kv.pin));
+    dial();                     /* too late */
+    UNTIL(!pd_link_via(glink, false));
+    assert_false(pd_pin_valid(R[0].kv.pin));
+}
+
+/* The run is over while no connection stands: the next one says so, to a giver that offers it again or does not. */
+static void released_over_another_connection(void **state)
+{
+    for (int i = 0; i < 2; i++) {
+        take_in_place(i);
+        cut();
+        pd_kv_in_free(rt.pool, &R[i].kv);
+        PUMP;
+        assert_true(!pd_taker_counts(T).pinned && pd_leases_counts(leases).live == 1 && pd_pool_stats(rt.pool).borrowed == 0);
+        memcpy(known, gives[i].d.run, sizeof known);
+        at_ready = i ? i : -1;
+        dial();
+        UNTIL(pd_leases_counts(leases).released == (uint64_t)i + 1);
+        UNTIL(!gives[i].m);
+        assert_int_equal(pd_taker_counts(T).committed, i + 1);
+        assert_true(R[i].taken == 1 && !R[i].failed[0] && pd_xfer_open(pd_link_xfer(glink)));
+    }
+}
+
+/* It is over between its offer over another connection and its verification there; and that connection is lost, too, or not. */
+static void released_while_it_is_offered_again(void **state)
+{
+    for (int i = 0; i < 2; i++) {
+        take_in_place(i);
+        cut();
+        dial();
+        UNTIL(!pd_link_via(glink, false));
+        hold_back = true;
+        int was = gives[i].accepted;
+        offer_again(i);
+        UNTIL(gives[i].accepted > was);
+        pd_kv_in_free(rt.pool, &R[i].kv);
+        PUMP;
+        assert_true(!pd_taker_counts(T).pinned && gives[i].m && pd_leases_counts(leases).live == 1);
+        hold_back = false;
+        if (i) {
+            cut();
+            dial();
+            UNTIL(pd_taker_counts(T).committed == 1);
+        } else
+            send_all(&gives[i]);
+        pd_link_soon(glink);
+        UNTIL(pd_leases_counts(leases).released == (uint64_t)i + 1 && !gives[i].m);
+        assert_true(i || gives[i].how == PD_XE_RELEASED);
+    }
+}
+
+/* What the lease of a generation was taken under, and nothing else; and not what has ended here. */
+static void offered_again_otherwise(void **state)
+{
+    for (int i = 0; i < 3; i++) {
+        lease_us = i == 2 ? 100000 : 0;
+        take_in_place(i);
+        cut();
+        uint8_t first[16];
+        memcpy(first, gives[i].lease, sizeof first);
+        if (i == 2) {
+            run_for(120000);
+            pd_lease_renew(leases, first, gives[i].d.gen, 0, expires(i) - 1, &e);     /* its giver has a later clock */
+        }
+        dial();
+        UNTIL(!pd_link_via(glink, false));
+        if (i == 0) {           /* another lease */
+            assert_int_equal(pd_lease_grant(leases, gives[i].d.run, gives[i].d.gen, F.blocks, F.plan.n_blocks, 0, pd_mono_us(), gives[i].lease, &e), 0);
+            assert_int_equal(pd_lease_fill(leases, gives[i].lease, &e), 0);
+            offer_again(i);
+        } else if (i == 1) {    /* a way by which it cannot be read where it lies */
+            struct pd_give g = { .desc = &gives[i].d, .blocks = F.blocks, .chunk_blocks = CHUNK, .via = "inline" };
+            memcpy(g.lease, gives[i].lease, sizeof g.lease);
+            if (pd_give(pd_link_xfer(glink), &g, pd_mono_us(), &gives[i].m, &e) < 0)
+                continue;       /* it is not in use there */
+            pd_move_set(gives[i].m, &gives[i]);
+            pd_link_soon(glink);
+        } else
+            offer_again(i);
+        UNTIL(!gives[i].m);
+        if (gives[i].how != (i == 2 ? PD_XE_RELEASED : PD_XE_FAILED) || (i < 2 && !strstr(gives[i].why, "read in place here")))
+            fail_msg("%d: %d %s", i, gives[i].how, gives[i].why);
+        assert_true(pd_taker_counts(T).resumed == 0 && pd_pin_valid(R[i].kv.pin) == (i < 2));
+        pd_lease_revoke(leases, first, "over", pd_mono_us(), NULL);
+        assert_false(pd_pin_valid(R[i].kv.pin));
+        pd_kv_in_free(rt.pool, &R[i].kv);
     }
 }
 
@@ -596,11 +781,8 @@ static void strangers(void **state)
 {
     static const struct { const char *rec; size_t n; } say[] = { { "\x82\xa2pd\xa5hello\xa1v\x01", 14 }, { "\x81\xa2pd\xa5hello", 10 } };
     for (size_t i = 0; i < sizeof say / sizeof *say; i++) {
-        struct sockaddr_un { sa_family_t f; char p[108]; } a = { .f = AF_UNIX };
         char got[600];
-        int s = socket(AF_UNIX, SOCK_STREAM, 0);
-        snprintf(a.p, sizeof a.p, "%s", path);
-        assert_int_equal(connect(s, (struct sockaddr *)&a, sizeof a), 0);
+        int s = knock();
         assert_int_equal(write(s, say[i].rec, say[i].n), (ssize_t)say[i].n);
         PUMP;
         ssize_t n = recv(s, got, sizeof got, MSG_DONTWAIT), more = recv(s, got + (n > 0 ? n : 0), 10, MSG_DONTWAIT);
@@ -655,7 +837,9 @@ int main(void)
         TEST(forgotten_on_the_way, begin),
         TEST(what_is_here_is_not_sent, begin), TEST(the_connection_is_lost_and_it_goes_on, begin), TEST(the_connection_is_lost_and_another_comes, begin),
         TEST(the_connection_is_lost_for_good, begin), TEST(what_was_taken_is_told_over_the_next_connection, begin),
-        TEST(read_in_place, begin_in_place), TEST(strangers, begin), TEST(early_offers_are_bounded, begin),
+        TEST(read_in_place, begin_in_place), TEST(read_on_in_place, begin_in_place), TEST(read_on_in_place_until_the_lease_ends, begin_in_place),
+        TEST(released_over_another_connection, begin_in_place), TEST(released_while_it_is_offered_again, begin_in_place),
+        TEST(offered_again_otherwise, begin_in_place), TEST(strangers, begin), TEST(early_offers_are_bounded, begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -954,6 +954,119 @@ static void resumed(void **state)
     }
 }
 
+/* The run that is read in place is offered over another connection. */
+static void offered_anew(struct xf *w, const char *via)
+{
+    struct pd_err e;
+    struct pd_give g = { .desc = &w->f.d, .blocks = w->f.blocks, .chunk_blocks = XF_CHUNK, .via = via };
+    xf_close_ends(w);
+    xf_open_ends(w, NULL, NULL);
+    memcpy(g.lease, w->lease, 16);
+    xf_pump(w);
+    assert_int_equal(pd_give(w->g, &g, w->now, &w->gm, &e), 0);
+    assert_int_equal(pd_give_finish(w->gm, &w->f.d, &e), 0);
+}
+
+static void in_place(struct xf *w)
+{
+    struct pd_err e;
+    xf_open(w, NULL, NULL);
+    w->take.in_place = true;
+    xf_pump(w);
+    assert_int_equal(xf_give(w, "shm", &e), 0);
+    assert_int_equal(pd_give_finish(w->gm, &w->f.d, &e), 0);
+    xf_pump(w);
+    assert_true(xf_same(w) && pd_take_until(w->tm) == w->now + PD_LEASE_TTL_US);
+}
+
+/* The connection dies while it is read in place: what is known of the lease remains, and the next connection renews and ends it, with nothing sent. */
+static void read_in_place_over_two_connections(void **state)
+{
+    for (int what = 0; what < 5; what++) {
+        struct xf w;
+        struct pd_xfer_event ev;
+        struct pd_lease_info i;
+        in_place(&w);
+        struct pd_view *page = pd_take_view(w.tm);
+        int64_t until = w.now + PD_LEASE_TTL_US;
+        w.now += PD_LEASE_TTL_US / 6 - 1;               /* not renewed */
+        if (what == 4) {                                /* its end came before the connection's */
+            pd_lease_revoke(w.leases, w.lease, "needed", w.now, NULL);
+            xf_pump(&w);
+            assert_int_equal(w.got[1][PD_XE_CANCELLED], 1);
+            assert_int_equal(pd_view_valid(page, pd_lease_slot(w.lease), w.f.d.gen), 0);
+            pd_view_put(page);
+            xf_close(&w);
+            continue;
+        }
+        pd_xfer_lost(w.t, "reset", w.now);
+        pd_xfer_lost(w.g, "reset", w.now);
+        assert_true(pd_xfer_event(w.t, &ev) && ev.kind == PD_XE_FAILED && pd_take_until(ev.move) == until && !pd_take_park(ev.move));
+        xf_events(&w);
+        w.take.again = true;
+        w.now += PD_LEASE_TTL_US / 2;
+        offered_anew(&w, what == 1 ? "inline" : "shm");
+        assert_true(pd_view_valid(page, pd_lease_slot(w.lease), w.f.d.gen) && xf_same(&w));
+        uint32_t taken = w.got[1][PD_XE_TAKEN];
+        w.manual = what == 2;
+        xf_pump(&w);
+        if (what == 1)                                  /* bytes are of no use to it */
+            assert_true(w.got[0][PD_XE_FAILED] == 2 && strstr(w.last[0].err.msg, "cannot go by inline") && w.got[1][PD_XE_TAKEN] == taken);
+        else if (what == 2) {                           /* or it is done with it: that is the answer to an offer */
+            pd_take_release(w.tm, w.now);
+            assert_true(pd_xfer_releasing(w.t, w.f.d.run, w.f.d.gen));
+            xf_pump(&w);
+            assert_true(w.got[0][PD_XE_RELEASED] == 1 && w.got[1][PD_XE_RELEASED] == 1 && pd_leases_counts(w.leases).released == 1);
+        } else {
+            assert_true(w.got[1][PD_XE_TAKEN] == taken + 1 && w.got[0][PD_XE_VERIFIED] == 2 && !pd_take_blocks(w.tm, &w.n_blocks));
+            pd_xfer_tick(w.t, w.now);                   /* renewed at once */
+            xf_pump(&w);
+            assert_true(pd_lease_info(w.leases, w.lease, &i) && i.expires_us == w.now + PD_LEASE_TTL_US && i.readers == 1);
+            assert_true(pd_take_valid(w.tm, w.now) && pd_xfer_counts(w.t).bytes_in == 0);
+            w.n_blocks = w.f.plan.n_blocks;
+            assert_true(xf_same(&w));
+            if (what == 3) {
+                pd_lease_revoke(w.leases, w.lease, "needed", w.now, NULL);
+                xf_pump(&w);
+                assert_int_equal(w.got[1][PD_XE_CANCELLED], 1);
+            } else {
+                pd_take_release(w.tm, w.now);
+                xf_pump(&w);
+                assert_true(w.got[0][PD_XE_RELEASED] == 1 && w.got[1][PD_XE_RELEASED] == 1 && pd_leases_counts(w.leases).released == 1);
+            }
+        }
+        pd_view_put(page);
+        xf_close(&w);
+    }
+}
+
+/* A giver that says what cannot be of such an offer. */
+static void words_out_of_place_while_it_is_offered_anew(void **state)
+{
+    static const enum rec say[] = { R_DONE, R_CHUNK, R_VERIFIED, R_OFFER };
+    for (size_t i = 0; i < sizeof say / sizeof *say; i++) {
+        struct xf w;
+        struct pd_buf b = { 0 };
+        struct pd_err e;
+        in_place(&w);
+        pd_xfer_lost(w.t, "reset", w.now);
+        pd_xfer_lost(w.g, "reset", w.now);
+        xf_events(&w);
+        w.take.again = true;
+        xf_close_ends(&w);
+        xf_open_ends(&w, NULL, NULL);
+        xf_pump(&w);
+        make_rec(&w, R_OFFER, true, &b);
+        assert_int_equal(pd_xfer_feed(w.t, b.p, b.n, w.now, &e), 0);
+        xf_events(&w);
+        b.n = 0;
+        make_rec(&w, say[i], true, &b);
+        assert_true(pd_xfer_feed(w.t, b.p, b.n, w.now, &e) < 0 && !pd_xfer_open(w.t));
+        pd_buf_free(&b);
+        xf_close(&w);
+    }
+}
+
 static void another_run_does_not_resume(void **state)
 {
     struct xf w;
@@ -997,7 +1110,7 @@ static void committed_while_it_is_offered_anew(void **state)
     struct pd_give g = { .desc = &w.f.d, .blocks = w.f.blocks, .chunk_blocks = XF_CHUNK };
     memcpy(g.lease, w.lease, 16);
     assert_int_equal(pd_give(w.g, &g, w.now, &w.gm, &e), 0);
-    assert_int_equal(pd_xfer_commit(w.t, w.f.d.run, w.f.d.gen, NULL, &e), 0);
+    assert_int_equal(pd_xfer_commit(w.t, w.f.d.run, w.f.d.gen, NULL, w.now, &e), 0);
     uint32_t offered = w.got[1][PD_XE_OFFERED];
     xf_pump(&w);
     assert_int_equal(w.got[0][PD_XE_RELEASED], 1);
@@ -1117,8 +1230,8 @@ static int write_seeds(const char *dir)
 {
     static const struct { const char *name, *via; bool in_place, cancel; } k[] = { { "inline", "inline", false, false }, { "shm", "shm", false, false },
                                                                                 { "place", "shm", true, false },
-                                                                                 { "cancel", "inline", false, true } };
-    for (int i = 0; i < 4; i++) {
+                                                                                 { "cancel", "inline", false, true }, { "again", "shm", true, false } };
+    for (int i = 0; i < 5; i++) {
         static const uint8_t gen[16] = { 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 9 };
         struct xf w;
         struct pd_err e;
@@ -1133,6 +1246,7 @@ static int write_seeds(const char *dir)
         if (i)          /* by the taker's fuzzing end the offer's life is its hello's; the giver's own is fixed there */
             memcpy(w.f.d.gen + 8, gen + 8, 8);
         strcpy(w.f.d.run, "01ARZ3NDEKTSV4RRFFQ69G5FAV");
+        w.take.again = i == 4;  /* as if it were read here already */
         if (xf_give(&w, k[i].via, &e))
             return 1;
         xf_pump(&w);
@@ -1155,7 +1269,7 @@ static int write_seeds(const char *dir)
             FILE *f = fopen(path, "wb");
             if (!f)
                 return 1;
-            fputc((end ? 1 : 0) | (k[i].in_place ? 2 : 0), f);
+            fputc((end ? 1 : 0) | (k[i].in_place ? 2 : 0) | (i == 4 ? 128 : 0), f);
             fwrite(b->p, 1, b->n, f);
             fclose(f);
             pd_buf_free(b);
@@ -1175,7 +1289,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_record_in_every_state), cmocka_unit_test(cut_in_each_state), cmocka_unit_test(revoked_in_the_middle_of_a_chunk),
         cmocka_unit_test(fenced_in_place), cmocka_unit_test(a_reader_that_stood_still), cmocka_unit_test(a_lease_in_a_hurry), cmocka_unit_test(offers_that_lie),
         cmocka_unit_test(slabs_that_are_not_safe), cmocka_unit_test(limits), cmocka_unit_test(a_slow_prefill), cmocka_unit_test(what_is_held_is_not_sent),
-        cmocka_unit_test(resumed), cmocka_unit_test(another_run_does_not_resume), 
+        cmocka_unit_test(resumed), cmocka_unit_test(read_in_place_over_two_connections),
+        cmocka_unit_test(words_out_of_place_while_it_is_offered_anew), cmocka_unit_test(another_run_does_not_resume), 
         cmocka_unit_test(committed_while_it_is_offered_anew), cmocka_unit_test(an_offer_too_many), cmocka_unit_test(random_walks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

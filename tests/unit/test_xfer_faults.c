@@ -164,7 +164,7 @@ static void lost_commit(void **state)
             xf_close_ends(&w);
             way_ends(&w, y);
             for (int twice = 0; twice < 2; twice++) {
-                assert_int_equal(pd_xfer_commit(w.t, run, gen, has ? lease : NULL, &e), 0);
+                assert_int_equal(pd_xfer_commit(w.t, run, gen, has ? lease : NULL, w.now, &e), 0);
                 xf_pump(&w);
                 n = pd_leases_counts(w.leases);
                 if (n.live || n.released != 1 || !pd_xfer_open(w.g))

@@ -286,7 +286,7 @@ static inline void xf_events(struct xf *w)
                 *(end ? &w->tm : &w->gm) = ev.move;
             if (end && ev.kind == PD_XE_OFFERED && !w->manual)
                 pd_take(ev.move, &w->take, w->now, NULL);
-            if (end && ev.kind == PD_XE_TAKEN) {
+            if (end && ev.kind == PD_XE_TAKEN && !w->take.again) {
                 xf_drop_blocks(w);
                 w->blocks = pd_take_blocks(ev.move, &w->n_blocks);
                 assert_non_null(w->blocks);
