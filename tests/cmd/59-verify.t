@@ -126,29 +126,34 @@ for name, via, net, args in (("shm", "shm", [], []), ("shm, in place", "shm", []
     ok([rc for rc, _ in ends] == [0, 0], f"{name}: both drain", ends)
 
 # ---- the prefill worker dies while its memory is read in place, and who asks goes away meanwhile ----
-P = Worker(tmp.name, "kP", "prefill")
-D = Worker(tmp.name, "kD", "decode", "--via", "shm", "--in-place")
-R = Router(os.path.join(tmp.name, "kR.trace"))
-for r in long_runs()[:3]:
+for lease, wait in (("30s", 0), ("1s", 1.3)):
+    P = Worker(tmp.name, f"kP{lease}", "prefill", "--lease", lease)
+    D = Worker(tmp.name, f"kD{lease}", "decode", "--via", "shm", "--in-place")
+    R = Router(os.path.join(tmp.name, f"kR{lease}.trace"))
+    for r in long_runs()[:3]:
+        remote(R, r, P, D)
+        R.wait([r], "token")
+        with socket.socket(socket.AF_UNIX) as s:
+            s.connect(D.path)
+            s.sendall(pdset.msgpack.packb({"pd": "status", "v": 1, "verify": r["run"]}))
+        R.wait([r])
+    good, g = D.until({"runs": 0, "blocks_used": 0, "blocks_borrowed": 0, "in_place": 0})
+    ok(good, "who asks and goes away leaves nothing held", g)
+    r = long_runs()[0]
     remote(R, r, P, D)
     R.wait([r], "token")
-    with socket.socket(socket.AF_UNIX) as s:
-        s.connect(D.path)
-        s.sendall(pdset.msgpack.packb({"pd": "status", "v": 1, "verify": r["run"]}))
+    x = stopped(D, r, meanwhile=lambda: (P.kill(), time.sleep(wait)))
     R.wait([r])
-good, g = D.until({"runs": 0, "blocks_used": 0, "blocks_borrowed": 0, "in_place": 0})
-ok(good, "who asks and goes away leaves nothing held", g)
-r = long_runs()[0]
-remote(R, r, P, D)
-R.wait([r], "token")
-x = stopped(D, r, meanwhile=P.kill)
-R.wait([r])
-ok((x.returncode == 5 and tap.one_line(x.stderr) and b"is over" in x.stderr) or (x.returncode == 0 and found(x)[-1]["lease"] == "released") or
-   (x.returncode == 1 and b"(it is over)" in x.stderr), "a prefill worker that is gone: exit 5, unless the KV has been computed again already, or the whole run", x)
-good, g = D.until({"runs": 0, "blocks_used": 0, "blocks_borrowed": 0, "in_place": 0})
-ok(good, "the lease is over: no block is held any more", g)
-R.close()
-D.end()
+    if not wait:
+        ok((x.returncode == 0 and found(x)[-1]["lease"] in ("reading", "released")) or (x.returncode == 1 and b"(it is over)" in x.stderr),
+           "a prefill worker that is gone: what it left is read on", x)
+    else:
+        ok((x.returncode == 5 and tap.one_line(x.stderr) and b"is over" in x.stderr) or (x.returncode == 0 and found(x)[-1]["lease"] == "released") or
+           (x.returncode == 1 and b"(it is over)" in x.stderr), "and when its lease has run out: exit 5, unless the KV has been computed again already, or the whole run", x)
+    good, g = D.until({"runs": 0, "blocks_used": 0, "blocks_borrowed": 0, "in_place": 0})
+    ok(good, "the lease is over: no block is held any more", g)
+    R.close()
+    D.end()
 
 # ---- a bit that flips in the decode worker's memory, after the KV was verified ----
 V = os.environ.get("V", "")

@@ -16,7 +16,7 @@ class Relay:
     def __init__(self, path, to, cuts=(), absent=0):
         self.path, self.to, self.cuts, self.absent = path, to, list(cuts), absent
         self.at = "unix:" + path
-        self.p = to.p
+        self.p, self.name = to.p, to.name
         self.lock = threading.Lock()
         self.live = []          # (connection, its sockets)
         self.conns = []         # [{"out": bytes, "back": bytes, "cut": bool}] of transfer connections, in order

@@ -651,7 +651,7 @@ static int64_t expires(int i)
 /* The connection is lost, and another comes: that renews the lease from then on, and ends it. Twice. */
 static void read_on_in_place(void **state)
 {
-    lease_us = 400000;
+    lease_us = 1200000;
     take_in_place(0);
     for (int times = 1; times < 3; times++) {
         cut();
@@ -676,12 +676,12 @@ static void read_on_in_place(void **state)
 /* None comes: it is read as long as the lease lasts that was asked for last, and no longer, though the memory is as it was. */
 static void read_on_in_place_until_the_lease_ends(void **state)
 {
-    lease_us = 900000;
+    lease_us = 2400000;
     take_in_place(0);
-    run_for(300000);            /* it is renewed, each sixth */
+    run_for(900000);            /* it is renewed, each sixth */
     int64_t since = pd_mono_us();
     cut();
-    while (pd_mono_us() < since + 2 * lease_us / 3)
+    while (pd_mono_us() < since + lease_us / 2)
         run_for(5000);
     assert_true(pd_pin_valid(R[0].kv.pin));
     run_for(expires(0) + 1000 - pd_mono_us());          /* by its giver's clock, which is the later one */
