@@ -151,6 +151,8 @@ static void take_part(struct run *r, struct proc *p)
             return;
     if (r->n_parts < PARTS)
         r->part[r->n_parts++] = p;
+    else if (p->rank > r->part[PARTS - 1]->rank)        /* who answers for its end is among them */
+        r->part[PARTS - 1] = p;
 }
 
 static bool is_stale(const struct run *r, const struct proc *p)
@@ -639,8 +641,8 @@ static int open_run(struct pd_check *c, struct run *r, struct pd_err *e)
         if (r->part[i]->rank == r->top)
             holder = r->part[i];
     }
-    if (r->top > PD_R_WORKER)
-        dead = holder->gone ? NULL : holder;
+    if (r->top > PD_R_WORKER)           /* no holder: a process that says now that it is another role */
+        dead = !holder || holder->gone ? NULL : holder;
     if (dead) {
         f = finding("run_open", run_name(r), &r->first, &dead->last, "lost at %s: the log of %s ends without gone", state_name(r->last.state), dead->name);
         f.lost = true;

@@ -237,7 +237,7 @@ p.die()
 r.until("workers_ready", 2)
 c = Client(r, *[dict(LONG, id=i) for i in range(12)])
 # two a worker: one is 101 tokens, two are 202, three would be 303
-ok(until(lambda: r.ledger()["fallbacks_now"] == 4, 5) and all(len(x.requests) == 2 for x in ds), "a tenth of a worker's tokens at a time", (r.ledger(), [len(x.requests) for x in ds]))
+ok(until(lambda: r.ledger()["fallbacks_now"] == 4 and all(len(x.requests) == 2 for x in ds), 5), "a tenth of a worker's tokens at a time", (r.ledger(), [len(x.requests) for x in ds]))
 ok(until(lambda: len(c.of("result")) == 8, 10) and all(x["finish_reason"] == "shed" for x in c.of("result")), "what waits too long is shed", c.got)
 errors = c.of("error")
 ok(len(errors) == 8 and all(x["retry_after_ms"] >= 100 and "as much for others as they may" in x["message"] for x in errors) and r.ledger()["shed"] == 8, "with the time after which it may be asked for again", errors[:1])

@@ -237,6 +237,10 @@ static const struct { const char *name, *log, *want; } cases[] = {
     { "released and expired", UP "p0 lease_granted lease=1; p0 lease_released lease=1; p0 lease_expired lease=1;" DOWN, "lease_end" },
     { "never ended", UP "p0 lease_granted lease=1;" DOWN, "lease_open" },
     /* what is lost, not wrong */
+    { "the router comes after eight workers, and died", "p0 starting; p0 accepted; p0 gone; p1 starting; p1 accepted; p1 gone; p2 starting; p2 accepted; p2 gone; p3 starting; p3 accepted; p3 gone; p4 starting; p4 accepted; p4 gone; p5 starting; p5 accepted; p5 gone; p6 starting; p6 accepted; p6 gone; p7 starting; p7 accepted; p7 gone;"
+      "r starting; r accepted;", "lost:run_open" },
+    { "the router comes after eight workers, and closed its log", "p0 starting; p0 accepted; p0 gone; p1 starting; p1 accepted; p1 gone; p2 starting; p2 accepted; p2 gone; p3 starting; p3 accepted; p3 gone; p4 starting; p4 accepted; p4 gone; p5 starting; p5 accepted; p5 gone; p6 starting; p6 accepted; p6 gone; p7 starting; p7 accepted; p7 gone;"
+      "r starting; r accepted; r gone", "run_open" },
     { "decode died", UP REMOTE "d0 streaming n=1; p0 gone", "lost:run_open" },
     { "prefill died", UP "p0 accepted; p0 prefill_started; d0 gone", "lost:run_open" },
     { "the router died, workers live", ROUTED UP P_WORK("p0") DOWN, "lost:run_open" },
