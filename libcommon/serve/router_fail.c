@@ -111,8 +111,9 @@ static void leave_d(struct pd_router *r, struct pd_rt_run *run, const char *kind
     pd_rt_lent_went(r, run, PD_WENT_NOWHERE, NULL, pd_mono_us());
     pd_rt_lent_over(r, run);
     pd_rt_release_d(run);
-    pd_rt_falls_back(r, run, kind, why);
     start_over(r, run);
+    pd_rt_step(r, run, PD_ST_RETRY, why);
+    pd_rt_falls_back(r, run, kind, why);
     pd_rt_enqueue(r, run);
     pd_rt_dispatch(r);
 }
@@ -121,7 +122,7 @@ static void leave_d(struct pd_router *r, struct pd_rt_run *run, const char *kind
 static void d_alone(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
 {
     struct pd_share was = run->d_share;
-    if (!pd_rt_fall_at(r, run, run->d, pd_mono_us())) {
+    if (!pd_rt_fall_at(r, run, run->d, pd_mono_us()) && !run->delivered) {   /* a first token that is out stays where it came from */
         leave_d(r, run, kind, why);
         return;
     }

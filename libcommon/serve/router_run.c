@@ -508,7 +508,10 @@ static bool may_fall(struct pd_router *r, struct pd_rt_run *run, int64_t now, en
     switch (pd_rt_fall_judge(r, run, now, &retry, &why)) {
     case PD_LIMIT_GO: return true;
     case PD_LIMIT_WAIT: run->none_since = 0; break;
-    case PD_LIMIT_SHED: shed(r, run, retry, why); break;
+    case PD_LIMIT_SHED:
+        if (!run->deadline_us || now < run->deadline_us)        /* else the next sweep says that its time is over */
+            shed(r, run, retry, why);
+        break;
     }
     *got = PD_NO_PREFILL;       /* says nothing about runs that have not fallen back */
     return false;

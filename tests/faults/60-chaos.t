@@ -111,7 +111,7 @@ def judge(how, qi, q, recs):
         want = REF[qi][c]
         count(r["finish_reason"])
         if r["finish_reason"] not in ("stop", "length"):
-            if r["finish_reason"] not in ("error", "blocked", "cancelled") or (r["finish_reason"] != "cancelled" and not errors):
+            if r["finish_reason"] not in ("error", "blocked", "shed", "cancelled") or (r["finish_reason"] != "cancelled" and not errors):
                 problem(how, qi, "an end that is not typed", r)
             continue
         for k in ("tokens", "text", "finish_reason", "prompt_tokens", "completion_tokens", "logprobs"):
