@@ -232,7 +232,7 @@ for size in (60000, 40, 0):
         rc = "hung"
         r.kill()
     err = r.stderr.read()
-    ok(rc not in (0, "hung") and seq < 1000000 and (b"does not wait" if size else b"no record in it") in err, f"carried records of {size} bytes without end: refused after {seq}", (rc, err))
+    ok(rc not in (0, "hung") and (b"does not wait" if size else b"no record in it") in err, f"carried records of {size} bytes without end are refused", (rc, err))
 
 # ---- streams that end too early
 cuts = [1, 40, 700, KV.index(b"\xa5chunk") + 8, KV.index(b"\xa4data") + 100, len(KV) // 3, len(KV) - 1]
