@@ -256,6 +256,8 @@ def disturb(s, stop, rnd):
                 w.kill()
             w.start()
     again.join()
+    for name in stands:             # stopped as the last thing, when nobody looked any more
+        s[name].cont()
 
 
 LINE = re.compile(r'([a-z0-9_]+(?:\{(?:[a-z_]+="(?:[^"\\]|\\.)*",?)+\})?) -?[0-9.]+')
