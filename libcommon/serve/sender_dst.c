@@ -537,18 +537,17 @@ static bool redial(struct send_dst *d)
 
 /* ---- its turn ---- */
 
+/* A turn's share. */
 static bool read_records(struct send_dst *d)
 {
     struct pd_rec rec;
     struct pd_err e = { 0 };
-    bool moved = false, bad;
-    int rc = 2;
+    bool bad;
+    int rc = 1, n = 0;
     if (!d->c.readable)
         return false;
-    d->c.readable = false;
-    while ((rc = pd_chan_next(&d->c, &rec, &bad, d->s->now, &e)) == 1) {
+    for (; n < SEND_TURN && (rc = pd_chan_next(&d->c, &rec, &bad, d->s->now, &e)) == 1; n++) {
         struct pd_carry y;
-        moved = true;
         if (!d->c.x)
             continue;           /* a plain receiver has nothing to say to us */
         if (rec.kind == PD_K_CARRY && pd_carry_decode(rec.p, rec.n, &y, &e) == 0)
@@ -556,9 +555,10 @@ static bool read_records(struct send_dst *d)
         else
             pd_xfer_feed(d->c.x, rec.p, rec.n, d->s->now, &e);
     }
+    d->c.readable = rc == 1 || (rc < 0 && bad);       /* there may be more */
     if (rc == PD_ENOMEM)
         send_fatal(d->s, &e);
-    return moved | d->c.eof;
+    return n > 0 || d->c.readable || d->c.eof;
 }
 
 static bool write_plain(struct send_dst *d)

@@ -7,7 +7,10 @@
 #include "sender.h"
 #include "sender_chan.h"
 
-enum { SEND_HIGH = 1 << 20 /* bytes that wait in front of a receiver before its senders wait too */ };
+enum {
+    SEND_HIGH = 1 << 20,        /* bytes that wait in front of a receiver before its senders wait too */
+    SEND_TURN = 1024            /* records that are read from one peer before others have their turn */
+};
 #define SEND_SILENCE_US 30000000        /* a peer that says nothing for so long is gone */
 #define SEND_PATIENT_US ((int64_t)1 << 50)      /* no limit of the transfer's own: a slow peer that is alive is waited for */
 

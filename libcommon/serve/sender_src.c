@@ -635,14 +635,14 @@ void send_src_record(struct send_src *c, const struct pd_rec *rec)
     /* lost: whoever that is, he does not go on where the other one stopped */
 }
 
-/* Records until there is none, or they have to wait. */
+/* A turn's share of records, until there is none or they have to wait: a peer that never stops writing is not to keep us from hanging up. */
 static bool records(struct send_src *c)
 {
     struct send *s = c->s;
     struct pd_rec rec;
     struct pd_err e = { 0 };
     bool moved = false, bad;
-    while (c->state != SS_ENDED && c->c.rs && !c->c.eof && may_read(c) && !s->fatal.code) {
+    for (int n = 0; n < SEND_TURN && c->state != SS_ENDED && c->c.rs && !c->c.eof && may_read(c) && !s->fatal.code; n++) {
         int rc = pd_chan_next(&c->c, &rec, &bad, s->now, &e);
         if (rc == 2)
             break;
