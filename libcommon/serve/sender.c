@@ -10,7 +10,7 @@
 #include "../wire/frame.h"
 #include "sender_in.h"
 
-enum { GUESTS_MAX = 64, GUEST_US = 5000000, REST_US = 100000, POLLS = 1024 };
+enum { GUESTS_MAX = 64, GUEST_US = 5000000, REST_US = 100000 };
 
 /* ---- what befalls ---- */
 
@@ -290,50 +290,76 @@ static bool turn(struct send *s)
     return moved;
 }
 
-static void want(struct pollfd *p, bool **flag, int *n, int fd, short what, bool *ready)
+static void want(struct send *s, uint32_t *n, int fd, short what, bool *ready)
 {
-    if (fd < 0 || !what || *n == POLLS)
+    if (fd < 0 || !what)
         return;
-    p[*n] = (struct pollfd){ .fd = fd, .events = what };
-    flag[(*n)++] = ready;
+    s->polls[*n] = (struct pollfd){ .fd = fd, .events = what };
+    s->flags[(*n)++] = ready;
 }
 
+/* Room for all descriptors that there are: of each peer its own, one for descriptors, one of data beside it. */
+static bool polls_fit(struct send *s)
+{
+    struct pd_err e;
+    uint32_t n = 1 + 3 * s->n_dst;
+    for (const struct send_listener *l = s->listeners; l; l = l->next)
+        n++;
+    for (const struct send_guest *g = s->guests; g; g = g->next)
+        n++;
+    for (const struct send_src *c = s->srcs; c; c = c->next)
+        n += 3;
+    if (n <= s->cap_polls)
+        return true;
+    n += n / 2;
+    struct pollfd *p = pd_realloc(s->polls, n, sizeof *p, "descriptors to wait for", &e);
+    s->polls = p ? p : s->polls;
+    bool **f = p ? pd_realloc(s->flags, n, sizeof *f, "descriptors to wait for", &e) : NULL;
+    s->flags = f ? f : s->flags;
+    if (f)
+        s->cap_polls = n;
+    else
+        send_fatal(s, &e);
+    return f != NULL;
+}
+
+/* next: s->now after a turn that moved something: only looks. A busy loop that did not would hear neither answers nor who else comes. */
 static void sleep_until_something(struct send *s, int64_t next)
 {
-    static struct pollfd p[POLLS];
-    static bool *flag[POLLS];
-    int n = 0;
-    want(p, flag, &n, s->wake, POLLIN, NULL);
+    uint32_t n = 0;
+    if (!polls_fit(s))
+        return;
+    want(s, &n, s->wake, POLLIN, NULL);
     for (struct send_listener *l = s->listeners; l; l = l->next)
         if (s->now >= l->rest_until)
-            want(p, flag, &n, l->fd, POLLIN, &l->ready);
+            want(s, &n, l->fd, POLLIN, &l->ready);
         else
             next = l->rest_until < next ? l->rest_until : next;
     for (struct send_guest *g = s->guests; g; g = g->next)
-        want(p, flag, &n, g->c.fd, POLLIN, &g->c.readable);
+        want(s, &n, g->c.fd, POLLIN, &g->c.readable);
     for (struct send_src *c = s->srcs; c; c = c->next) {
         int64_t t = c->c.x ? pd_xfer_next(c->c.x) : c->state == SS_LOST ? c->dialled && c->c.fd < 0 ? s->now + 20000 : c->until : INT64_MAX;
         if (c->c.x && s->now + 1000000 < t)
             t = s->now + 1000000;
         next = t < next ? t : next;
-        want(p, flag, &n, c->c.fd, (short)((send_src_wants(c) ? POLLIN : 0) | (c->c.x && c->c.blocked ? POLLOUT : 0)), &c->c.readable);
-        want(p, flag, &n, c->c.raw, POLLIN, &c->c.raw_ready);
-        want(p, flag, &n, c->c.x ? pd_xfer_fd(c->c.x) : -1, POLLIN, NULL);
+        want(s, &n, c->c.fd, (short)((send_src_wants(c) ? POLLIN : 0) | (c->c.x && c->c.blocked ? POLLOUT : 0)), &c->c.readable);
+        want(s, &n, c->c.raw, POLLIN, &c->c.raw_ready);
+        want(s, &n, c->c.x ? pd_xfer_fd(c->c.x) : -1, POLLIN, NULL);
     }
     for (uint32_t i = 0; i < s->n_dst; i++) {
         struct send_dst *d = &s->dst[i];
         int64_t t = send_dst_next(d);
         next = t < next ? t : next;
-        want(p, flag, &n, d->c.fd, (short)((d->c.rs && !d->c.eof ? POLLIN : 0) | (d->c.blocked ? POLLOUT : 0)), &d->c.readable);
-        want(p, flag, &n, d->c.raw, d->c.raw_waits ? POLLOUT : 0, &d->c.raw_ready);
-        want(p, flag, &n, d->c.x ? pd_xfer_fd(d->c.x) : -1, POLLIN, NULL);
+        want(s, &n, d->c.fd, (short)((d->c.rs && !d->c.eof ? POLLIN : 0) | (d->c.blocked ? POLLOUT : 0)), &d->c.readable);
+        want(s, &n, d->c.raw, d->c.raw_waits ? POLLOUT : 0, &d->c.raw_ready);
+        want(s, &n, d->c.x ? pd_xfer_fd(d->c.x) : -1, POLLIN, NULL);
     }
     int64_t ms = next == INT64_MAX ? -1 : next <= s->now ? 0 : (next - s->now + 999) / 1000;
-    if (poll(p, (nfds_t)n, ms > 60000 ? 60000 : (int)ms) <= 0)
+    if (poll(s->polls, n, ms > 60000 ? 60000 : (int)ms) <= 0)
         return;
-    for (int i = 0; i < n; i++)
-        if (p[i].revents && flag[i])
-            *flag[i] = true;
+    for (uint32_t i = 0; i < n; i++)
+        if (s->polls[i].revents && s->flags[i])
+            *s->flags[i] = true;
 }
 
 /* The first signal: nothing new is taken in, and what is whole goes out. The second: stop. */
@@ -377,8 +403,8 @@ static void loop(struct send *s)
                 return;
             moved |= all;
         }
-        if (!moved && !s->fatal.code)
-            sleep_until_something(s, s->guests ? s->now + GUEST_US : INT64_MAX);
+        if (!s->fatal.code)
+            sleep_until_something(s, moved ? s->now : s->guests ? s->now + GUEST_US : INT64_MAX);
     }
 }
 
@@ -452,6 +478,8 @@ static void close_all(struct send *s)
         pd_pool_free(st->pool);
         pd_free(st);
     }
+    pd_free(s->polls);
+    pd_free(s->flags);
     pd_stop_wake(-1);
     if (s->wake >= 0)
         close(s->wake);

@@ -94,8 +94,7 @@ int pd_chan_writev(struct pd_chan *c, const struct iovec *v, int n, size_t *wrot
 int pd_chan_flush(struct pd_chan *c, int64_t now, struct pd_err *e)
 {
     struct iovec v[PIECES];
-    for (;;) {
-        size_t wrote;
+    for (size_t wrote, all = 0; all < PD_CHAN_TURN; all += wrote) {
         int n = pd_xfer_iov(c->x, v, PIECES, now, e);
         if (n < 0)
             return n;
@@ -106,6 +105,7 @@ int pd_chan_flush(struct pd_chan *c, int64_t now, struct pd_err *e)
             return rc;
         pd_xfer_wrote(c->x, wrote, now);
     }
+    return 1;
 }
 
 void pd_chan_unblock(struct pd_chan *c)

@@ -37,7 +37,8 @@ int pd_chan_reader(struct pd_chan *c, const char *name, size_t max_record, struc
 int pd_chan_xfer(struct pd_chan *c, struct pd_xfer_opts *o, const struct pd_net *net, int64_t now, struct pd_err *e);
 /* As pd_rstream_next without waiting. Sets eof at the end, whatever brought it. */
 int pd_chan_next(struct pd_chan *c, struct pd_rec *rec, bool *bad, int64_t now, struct pd_err *e);
-/* Write what x has. 0: all of it; 1: the rest when it can be; < 0: the peer is gone. */
+enum { PD_CHAN_TURN = 4 << 20 };        /* bytes that are written to one peer before others have their turn */
+/* Write what x has. 0: all of it; 1: the rest when it can be, or when its turn comes again; < 0: the peer is gone. */
 int pd_chan_flush(struct pd_chan *c, int64_t now, struct pd_err *e);
 int pd_chan_writev(struct pd_chan *c, const struct iovec *v, int n, size_t *wrote, struct pd_err *e);       /* 0, 1 or < 0 as above */
 /* A pipe of ours is opened anew, non-blocking, so that others who hold it see no change. */

@@ -11,7 +11,8 @@
 #include "../wire/json.h"
 #include "sender_in.h"
 
-enum { PIECES = 256, AGAIN_US = 20000, RENEW_US = 5000000, ROW_MAX = 8 /* drops in a row without a run that arrives */ };
+enum { PIECES = 256, AGAIN_US = 20000, RENEW_US = 5000000, ROW_MAX = 8 /* drops in a row without a run that arrives */,
+       MOVES_MAX = PD_XFER_MOVES / 2 /* under way: the peer, which reads SEND_TURN records in one go, may still hold as many that are over */ };
 
 /* ---- opening ---- */
 
@@ -260,7 +261,9 @@ static bool pump_plain(struct send_out *o)
     struct pd_chunk c;
     struct pd_err e;
     int n, rc;
-    if (!send_dst_room(d) || pd_out_has_chunk(&d->out) || (!o->told && !send_run_first(r, (uint32_t)(d - d->s->dst))))
+    if (!send_dst_room(d) || pd_out_has_chunk(&d->out))
+        return false;
+    if (!o->told && (!send_run_first(r, (uint32_t)(d - d->s->dst)) || (r->state == SR_OPEN && !send_run_has(r, o, 0))))
         return false;
     if (!o->told) {
         put_desc(o, &r->desc);
@@ -385,7 +388,7 @@ static bool pump_giving(struct send_out *o)
     struct pd_err e = { 0 };
     bool moved = false;
     if (o->tries == UINT32_MAX) {
-        if (r->state != SR_CLOSED || o->m)
+        if (r->state != SR_CLOSED || o->m || !send_dst_room(d))
             return false;
         kv_alone(o);
         return true;
@@ -395,7 +398,7 @@ static bool pump_giving(struct send_out *o)
             o->state = SO_DONE;
             return true;
         }
-        if (d->state != SD_GIVING || pd_chan_raw_awaited(&d->c, d->s->now))
+        if (d->state != SD_GIVING || pd_xfer_counts(d->c.x).moves >= MOVES_MAX || pd_chan_raw_awaited(&d->c, d->s->now))
             return false;
         if (give(o, &e)) {
             give_up(o, &e);

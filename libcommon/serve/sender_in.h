@@ -9,7 +9,8 @@
 
 enum {
     SEND_HIGH = 1 << 20,        /* bytes that wait in front of a receiver before its senders wait too */
-    SEND_TURN = 1024            /* records that are read from one peer before others have their turn */
+    SEND_TURN = 1024,           /* records that are read from one peer before others have their turn */
+    SEND_TURN_BYTES = PD_CHAN_TURN      /* and bytes */
 };
 #define SEND_SILENCE_US 30000000        /* a peer that says nothing for so long is gone */
 #define SEND_PATIENT_US ((int64_t)1 << 50)      /* no limit of the transfer's own: a slow peer that is alive is waited for */
@@ -150,6 +151,7 @@ struct send {
     struct send_guest *guests;
     int64_t now;
     int wake;
+    struct pollfd *polls; bool **flags; uint32_t cap_polls;     /* what is waited for, and what is set when it comes */
     bool stopping;                      /* the first signal: what is whole goes out, nothing new comes in */
     struct pd_err fatal;
     uint64_t runs_passed, bytes_passed;
@@ -168,7 +170,8 @@ void send_put(struct send *s, const void *rec, size_t n);                       
 struct send_store *send_store_of(struct send *s, const struct pd_kv_layout *l, struct pd_err *e);
 struct send_run *send_run_new(struct send_src *c, const void *offer, size_t n, struct pd_err *e);
 struct send_run *send_run_find(struct send *s, const char *run, const uint8_t *gen /* NULL: any */);
-/* The runs of one sender go out on a plain stream one after the other, in the order in which they came: whoever reads it needs room for one that is not whole. */
+/* The runs of one sender go out on a plain stream one after the other: whoever reads it needs room for one that is not whole. The oldest may begin before all of
+ * it is here; one that is whole need not wait for it to begin. */
 bool send_run_first(const struct send_run *r, uint32_t out);
 bool send_run_begin(struct send_run *r);        /* if its time has come; true: something has changed */
 bool send_run_has(const struct send_run *r, const struct send_out *o, uint32_t chunk);  /* of what goes out: all its bytes are here, verified */

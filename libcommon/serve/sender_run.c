@@ -140,12 +140,35 @@ static uint32_t chunk_blocks_out(const struct send_run *r)
     return !want ? r->plan.chunk_blocks : n < 1 ? 1 : n > r->plan.n_blocks ? r->plan.n_blocks : (uint32_t)n;
 }
 
-/* Is something of this pool going to be free by itself? Not by runs that wait for what comes after the one in hand. */
+/* What keeps a run's rest from coming: its sender is not read before another run of it has begun; and that may be the one that asks. */
+static bool rest_comes(const struct send_run *o, const struct send_run *asks)
+{
+    return o->state == SR_CLOSED || o->m || (o->src && o->src != asks->src && !o->src->waits);
+}
+
+/* Whole, but on a plain stream it goes out after one of the same sender that may not become so. */
+static bool stands_behind(const struct send_run *o, const struct send_run *asks)
+{
+    for (const struct send_run *p = o->s->runs; p; p = p->next)
+        for (uint32_t i = 0; p != o && p->from == o->from && p->state == SR_OPEN && !rest_comes(p, asks) && i < o->n_out && i < p->n_out; i++)
+            if (p->out[i].told && p->out[i].state != SO_DONE && o->out[i].state != SO_DONE)
+                return true;
+    return false;
+}
+
+/* Is something of this pool going to be free by itself? Not by runs that wait for what comes after the one in hand, nor by those that have nothing here yet;
+ * but by one whose sender was lost, and comes again or is given up. */
 static bool will_be_room(const struct send *s, const struct send_run *r)
 {
-    for (const struct send_run *o = s->runs; o; o = o->next)
-        if (o != r && o->st == r->st && !o->pass && (o->state == SR_CLOSED || o->state == SR_SPOILT || (o->state == SR_OPEN && o->src != r->src) || o->m))
+    for (const struct send_run *o = s->runs; o; o = o->next) {
+        bool held = o->m || o->blocks;
+        for (uint32_t i = 0; i < o->n_out; i++)
+            held |= o->out[i].m != NULL;
+        if (o == r || o->st != r->st || o->pass)
+            continue;
+        if (o->state == SR_SPOILT ? held : o->state == SR_NEW ? o->im != NULL : o->state == SR_OPEN ? rest_comes(o, r) : !stands_behind(o, r))
             return true;
+    }
     return false;
 }
 
@@ -158,9 +181,14 @@ static void refuse(struct send_run *r, const struct pd_err *why)
 
 bool send_run_first(const struct send_run *r, uint32_t out)
 {
-    for (const struct send_run *o = r->s->runs; o != r; o = o->next)
-        if (o->from == r->from && out < o->n_out && o->state != SR_SPOILT && o->out[out].state != SO_DONE)
+    bool older = true;
+    for (const struct send_run *o = r->s->runs; o; o = o->next) {
+        if (o == r)
+            older = false;
+        else if (o->from == r->from && out < o->n_out && o->state != SR_SPOILT && o->out[out].state != SO_DONE &&
+                 (o->out[out].told || (older && r->state != SR_CLOSED)))
             return false;
+    }
     return true;
 }
 

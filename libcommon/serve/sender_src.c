@@ -642,7 +642,8 @@ static bool records(struct send_src *c)
     struct pd_rec rec;
     struct pd_err e = { 0 };
     bool moved = false, bad;
-    for (int n = 0; n < SEND_TURN && c->state != SS_ENDED && c->c.rs && !c->c.eof && may_read(c) && !s->fatal.code; n++) {
+    size_t bytes = 0;
+    for (int n = 0; n < SEND_TURN && bytes < SEND_TURN_BYTES && c->state != SS_ENDED && c->c.rs && !c->c.eof && may_read(c) && !s->fatal.code; n++) {
         int rc = pd_chan_next(&c->c, &rec, &bad, s->now, &e);
         if (rc == 2)
             break;
@@ -663,6 +664,7 @@ static bool records(struct send_src *c)
                 send_src_end(c);
             break;
         }
+        bytes += rec.n;
         send_src_record(c, &rec);
     }
     return moved;
