@@ -38,7 +38,7 @@ struct load {
     struct job *first, *last, *next;    /* next: to be sent */
     uint64_t n_jobs, n_open, n_sent;
     int64_t start, dial_until, heard;   /* mono us; start 0: not yet */
-    bool streaming, stopped, finishing;
+    bool streaming, finishing;
     struct pd_wstream *results;
     struct pd_sample lag_ms;
     int *status, rc;
@@ -199,11 +199,12 @@ static int give_up(struct load *l, struct job *j, const struct pd_err *why)
     return rc;
 }
 
-static void give_up_all(struct load *l, const struct pd_err *why)
+/* From j on, in order. */
+static void give_up_from(struct load *l, struct job *j, const struct pd_err *why)
 {
     uint64_t n = 0;
     int rc = 0;
-    for (struct job *j = l->first; rc == 0 && j; j = j->next)
+    for (; rc == 0 && j; j = j->next)
         if (j->left) {
             rc = give_up(l, j, why);
             n++;
@@ -211,7 +212,14 @@ static void give_up_all(struct load *l, const struct pd_err *why)
     if (n)
         pd_warn("%s; %llu of %llu requests are given up", why->msg, (unsigned long long)n, (unsigned long long)l->n_jobs);
     l->next = NULL;
-    quit(l, rc);
+    if (rc)
+        quit(l, rc);
+}
+
+static void give_up_all(struct load *l, const struct pd_err *why)
+{
+    give_up_from(l, l->first, why);
+    quit(l, 0);
 }
 
 static void token(struct load *l, struct job *j)
@@ -339,18 +347,18 @@ static int send_one(struct load *l, struct job *j)
 static void pump(struct load *l)
 {
     int rc = 0;
-    while (rc == 0 && l->conn && l->next && !l->stopped && !pd_conn_full(l->conn) && (l->o->concurrency ? l->n_open < l->o->concurrency : l->next->sched_us <= now_us(l))) {
+    while (rc == 0 && l->conn && l->next && !pd_conn_full(l->conn) && (l->o->concurrency ? l->n_open < l->o->concurrency : l->next->sched_us <= now_us(l))) {
         struct job *j = l->next;
         l->next = j->next;
         rc = send_one(l, j);
     }
     if (rc == PD_ECANCEL)
         return;                         /* `gone` follows */
-    if (rc == 0 && l->conn && l->next && !l->stopped && !l->o->concurrency && !pd_conn_full(l->conn))
+    if (rc == 0 && l->conn && l->next && !l->o->concurrency && !pd_conn_full(l->conn))
         rc = pd_timer_at(l->due, l->start + l->next->sched_us, l->e);
     if (rc)
         quit(l, rc);
-    if (!rc && l->conn && (!l->next || l->stopped) && !l->n_open && !l->finishing) {
+    if (!rc && l->conn && !l->next && !l->n_open && !l->finishing) {
         l->finishing = true;
         pd_conn_close(l->conn, NULL);
     }
@@ -382,13 +390,13 @@ static void on_stop(void *ctx, int level)
 {
     struct load *l = ctx;
     struct pd_err e;
-    l->stopped = true;
+    pd_fail(&e, PD_ECANCEL, "interrupted");
     if (level > 1 || !l->start) {
-        pd_fail(&e, PD_ECANCEL, "interrupted");
         *l->status = pd_exit_worse(*l->status, PD_ECANCEL);
         give_up_all(l, &e);
         return;
     }
+    give_up_from(l, l->next, &e);
     pd_warn("a signal: nothing more is sent, %llu answers are awaited; a second one stops at once", (unsigned long long)l->n_open);
     pump(l);
 }

@@ -140,6 +140,13 @@ def loads():
     gen("-n", "40", "--arrivals", "even", "--rate", "20", "--isl", "8", "--osl", "4", "-o", slow)
     p = subprocess.Popen([BENCH, "load", "-i", slow, "-o", at, "--format", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(0.8)
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=60)
+    s = score(out)
+    ok(p.returncode == 6 and s["requests"] == 40 and s["failed"] > 5 and s["ended"] > 0 and len(jsonl(out)) == 40 + s["failed"], "interrupted: what was not sent has failed, with an error each",
+       (p.returncode, err, s))
+    p = subprocess.Popen([BENCH, "load", "-i", slow, "-o", at, "--format", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(0.8)
     worker.kill()
     out, err = p.communicate(timeout=60)
     s = score(out)
