@@ -547,18 +547,22 @@ static int take(struct found *f, const struct pd_log_rec *rec, struct pd_err *e)
     return 0;
 }
 
+static bool begins(struct pd_str s, const char *with) { return s.n >= strlen(with) && !memcmp(s.p, with, strlen(with)); }
+
 static int tell(struct found *f, struct pd_route_rec *r, struct pd_err *e)
 {
     FILE *out = f->o->out;
     struct pd_outcome_rec o;
     struct pd_buf slo = { 0 };
+    bool ended = false;         /* without that any of it was carried out */
     int rc = f->outcome.n ? pd_outcome_decode(f->outcome.p, f->outcome.n, &f->mem, &o, e) : 0;
     for (uint32_t i = 0; i < f->n && !rc; i++) {
         slo.n = 0;
         if ((rc = pd_route_decode(f->decision[i].p, f->decision[i].n, &f->mem, r, e)) ||
             (r->input.slo.n && (rc = pd_msgpack_to_json(r->input.slo.p, r->input.slo.n, &slo, e))))
             break;
-        const struct pd_outcome_rec *of = f->outcome.n && !memcmp(o.op, r->op, sizeof o.op) ? &o : NULL;
+        ended = begins(r->cause, "blocked:") || begins(r->cause, "shed:");
+        const struct pd_outcome_rec *of = f->outcome.n && !memcmp(o.op, r->op, sizeof o.op) && o.attempt == r->attempt ? &o : NULL;
         if (f->o->json)
             put_json(out, r, f->all, of);
         else {
@@ -570,7 +574,9 @@ static int tell(struct found *f, struct pd_route_rec *r, struct pd_err *e)
     pd_buf_free(&slo);
     if (rc)
         return pd_err_prefix(e, "run %s", f->run);
-    if (!f->o->json && !f->outcome.n)
+    if (!f->o->json && !f->outcome.n && ended)
+        fprintf(out, "%-10s none: with that the run ended\n", "outcome");
+    else if (!f->o->json && !f->outcome.n)
         fprintf(out, "%-10s there is none of this run here: it runs, or its router was killed, or is of another log\n", "outcome");
     if (!f->o->json && f->all > f->n)
         fprintf(out, "%u more decisions of this run are left out\n", f->all - f->n);

@@ -6,7 +6,7 @@
 
 /* A run whose end is to come. */
 struct waiting { struct pd_node node; struct decision *last; };
-struct decision { struct decision *before; size_t n; uint8_t op[16]; uint8_t raw[]; };
+struct decision { struct decision *before; size_t n; uint8_t op[16]; int64_t attempt; uint8_t raw[]; };
 
 struct walk {
     struct pd_history *h;
@@ -44,6 +44,7 @@ static void let_go(struct pd_keyed *runs, struct waiting *w)
 static int keep(struct walk *w, struct pd_bin raw, struct pd_str run, struct pd_bin op, struct pd_err *e)
 {
     struct waiting *at = pd_keyed_find(&w->runs, run.p, PD_RUN_LEN);
+    struct pd_bin v;
     size_t size;
     if (!at) {
         if (!(at = pd_calloc(1, sizeof *at, "a run", e)))
@@ -61,6 +62,8 @@ static int keep(struct walk *w, struct pd_bin raw, struct pd_str run, struct pd_
     d->before = at->last;
     d->n = raw.n;
     memcpy(d->op, op.p, sizeof d->op);
+    if (pd_map_find(raw.p, raw.n, "attempt", &v) == 1)
+        pd_get_int(v, &d->attempt);
     memcpy(d->raw, raw.p, raw.n);
     at->last = d;
     return 0;
@@ -85,7 +88,7 @@ static int ended(struct walk *w, struct pd_bin raw, struct pd_err *e)
     s->outcomes++;
     struct waiting *at = rc ? NULL : pd_keyed_find(&w->runs, w->out.run, PD_RUN_LEN);
     struct decision *d = at ? at->last : NULL;
-    while (d && memcmp(d->op, w->out.op, sizeof d->op))
+    while (d && (memcmp(d->op, w->out.op, sizeof d->op) || d->attempt != w->out.attempt))
         d = d->before;
     if (!rc && !d)
         s->alone++;

@@ -1,6 +1,6 @@
 /* The decisions of a log and what came of them: what the verbs of pd-trace on route and outcome records share.
  *
- * An outcome is joined to the decision of its run that has its op: the last that was carried out. Memory is that of the runs that have no outcome yet. A record
+ * An outcome is joined to the decision of its run that has its op and attempt: the last that was carried out. Memory is that of the runs that have no outcome yet. A record
  * that cannot be read is counted and passed over. */
 #ifndef PD_ROUTE_HISTORY_H
 #define PD_ROUTE_HISTORY_H

@@ -22,6 +22,7 @@ struct place { struct pd_node node; char *at, *to; struct pd_ledger_sum sum; uin
 struct pd_ledger {
     struct pd_keyed items, holds, places /* one endpoint, and links */;
     struct pd_ledger_sum all;
+    uint32_t n_left;
     char *path;
     int fd;
     size_t size, clean;         /* bytes of the file, and of what it held when it was written anew */
@@ -114,6 +115,7 @@ static void forget(struct pd_ledger *l, struct pd_ledger_item *i)
 {
     struct place *p = place_at(l, i->p, NULL), *link = place_at(l, i->p, i->d);
     count_all(l, i, -1);
+    l->n_left -= i->left;
     pd_keyed_remove(&l->items, i);
     pd_free(i);
     place_let(l, link);         /* the item's strings are the link's */
@@ -142,6 +144,7 @@ static int keep(struct pd_ledger *l, const struct pd_ledger_item *what, struct p
     i->node = node;
     i->p = link->at;
     i->d = link->to;
+    l->n_left += i->left;
     count_all(l, i, 1);
     *out = i;
     return 0;
@@ -267,6 +270,22 @@ static int write_anew(struct pd_ledger *l, struct pd_err *e)
     return rc;
 }
 
+static void try_again(struct pd_ledger *l, int64_t now)
+{
+    struct pd_err e;
+    if (now < l->retry_us)
+        return;
+    l->retry_us = now + 1000000;
+    if (write_anew(l, &e) < 0)
+        snprintf(l->trouble, sizeof l->trouble, "%.180s", e.msg);
+}
+
+void pd_ledger_beat(struct pd_ledger *l, int64_t now_us)
+{
+    if (l->trouble[0])
+        try_again(l, now_us);
+}
+
 /* What was packed is written. After a failure the file is written anew once a second, until that is done: what was lost is then there. */
 static void append(struct pd_ledger *l, const struct pd_packer *k)
 {
@@ -281,12 +300,7 @@ static void append(struct pd_ledger *l, const struct pd_packer *k)
     }
     if (!l->trouble[0])
         snprintf(l->trouble, sizeof l->trouble, "%s: %s", l->path, k->rc ? "out of memory" : strerror(errno));
-    int64_t now = pd_mono_us();
-    if (now < l->retry_us)
-        return;
-    l->retry_us = now + 1000000;
-    if (write_anew(l, &e) < 0)
-        snprintf(l->trouble, sizeof l->trouble, "%.180s", e.msg);
+    try_again(l, pd_mono_us());
 }
 
 static struct pd_packer *begin(struct pd_ledger *l, struct pd_packer *k)
@@ -417,6 +431,7 @@ int pd_ledger_release(struct pd_ledger *l, const char *p, const char *d, const c
 struct pd_ledger_item *pd_ledger_first(const struct pd_ledger *l) { return (void *)l->items.first; }
 const struct pd_ledger_hold *pd_ledger_first_hold(const struct pd_ledger *l) { return (void *)l->holds.first; }
 struct pd_ledger_sum pd_ledger_all(const struct pd_ledger *l) { return l->all; }
+uint32_t pd_ledger_left(const struct pd_ledger *l) { return l->n_left; }
 const char *pd_ledger_trouble(const struct pd_ledger *l) { return l->trouble[0] ? l->trouble : NULL; }
 struct pd_ledger_sum pd_ledger_of(const struct pd_ledger *l, const char *p) { return pd_ledger_of_link(l, p, NULL); }
 

@@ -8,7 +8,8 @@
  *
  * The file (0600: it has the tokens by which runs are cancelled) is a stream of `ledger` records (pd-wire.5), each appended in one write. Opening it reads it,
  * and writes it anew with what still holds; so it is done when it has grown past PD_LEDGER_SLACK and four times that. A record that a killed writer tore is
- * dropped, whatever follows it is found again. A write that fails is told once a second at most, and what it was about holds in memory alone.
+ * dropped, whatever follows it is found again. After a write that failed the file is written anew, once a second until that is done, by the next word or by
+ * pd_ledger_beat; until then what it was about holds in memory alone.
  * Owned by one thread; the file by one router: it is locked.
  */
 #ifndef PD_ROUTE_LEDGER_H
@@ -49,11 +50,13 @@ struct pd_ledger_item *pd_ledger_first(const struct pd_ledger *l);      /* in th
 struct pd_ledger_sum pd_ledger_of(const struct pd_ledger *l, const char *p);
 struct pd_ledger_sum pd_ledger_of_link(const struct pd_ledger *l, const char *p, const char *d);
 struct pd_ledger_sum pd_ledger_all(const struct pd_ledger *l);
+uint32_t pd_ledger_left(const struct pd_ledger *l);     /* items of the former life that are still there */
 
 int pd_ledger_hold(struct pd_ledger *l, const char *p, const char *d, const char *cause, int64_t t_us, struct pd_err *e);
 const struct pd_ledger_hold *pd_ledger_held(const struct pd_ledger *l, const char *p, const char *d);  /* NULL: it is not */
 const struct pd_ledger_hold *pd_ledger_first_hold(const struct pd_ledger *l);
 /* 1: it was held. p or d NULL: any. */
 int pd_ledger_release(struct pd_ledger *l, const char *p, const char *d, const char *reason, int64_t t_us);
+void pd_ledger_beat(struct pd_ledger *l, int64_t now_us);      /* now and then: what could not be written is tried again */
 const char *pd_ledger_trouble(const struct pd_ledger *l);       /* why the last write failed; NULL: it did not */
 #endif

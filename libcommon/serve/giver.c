@@ -103,7 +103,7 @@ void pd_gv_put_kv(struct pd_giver *g, struct pd_gv_run *r)
 static void publish(struct pd_giver *g, struct pd_gv_run *r)
 {
     struct pd_err e;
-    int rc = r->leased ? pd_lease_publish(g->leases, r->lease, &e) : pd_fail(&e, PD_ETIME, "its lease ended while it was being computed");
+    int rc = r->leased ? pd_lease_publish(g->leases, r->lease, &e) : pd_fail(&e, PD_EFAIL, "its lease ended while it was being computed");
     if (rc < 0) {
         pd_gv_fail(g, r, &e, "retry");
         return;
@@ -329,7 +329,7 @@ static void on_tidy(void *ctx)
             pd_fail(&e, PD_ETIME, "its lease ended before a decode worker had its KV");
             pd_gv_not_given(g, r, &e, "retry");
         } else if (!r->published && !r->failed) {
-            pd_fail(&e, PD_ETIME, "its lease ended while it was being computed");
+            pd_fail(&e, PD_EFAIL, "its lease ended while it was being computed");
             pd_gv_fail(g, r, &e, "retry");
         }
         pd_gv_settle(g, r);

@@ -23,15 +23,15 @@ static void know_policy(struct pd_router *r)
     r->policy_known = r->o.policy_given || (all && r->workers) || (r->workers ? pd_mono_us() - r->since >= POLICY_US : true);
 }
 
-static void said(struct pd_router *r, struct pd_rt_worker *w, enum pd_rt_from from, const struct pd_rec *rec)
+static int said(struct pd_router *r, struct pd_rt_worker *w, enum pd_rt_from from, const struct pd_rec *rec, struct pd_err *e)
 {
-    struct pd_err e;
     bool fresh = false, disagreed = w->m->disagrees;
     char state[12];
     snprintf(state, sizeof state, "%s", w->m->said.state);
-    if (pd_registry_said(&r->reg, w->m, rec->p, rec->n, pd_mono_us(), &fresh, &e) < 0) {
-        pd_warn("worker %s: its record is refused: %s", w->m->at, e.msg);
-        return;
+    int rc = pd_registry_said(&r->reg, w->m, rec->p, rec->n, pd_mono_us(), &fresh, e);
+    if (rc < 0) {
+        pd_warn("worker %s: its record is refused: %s", w->m->at, e->msg);
+        return rc;
     }
     const struct pd_worker_rec *s = &w->m->said;
     bool ready = !strcmp(s->state, "ready");
@@ -49,9 +49,14 @@ static void said(struct pd_router *r, struct pd_rt_worker *w, enum pd_rt_from fr
     pd_rt_paths_said(r, w, fresh);
     know_policy(r);
     pd_rt_dispatch(r);
+    return 0;
 }
 
-static void on_said(void *ctx, struct pd_upstream *u, const struct pd_rec *rec) { said(ctx, pd_upstream_user(u), PD_RT_FOLLOWED, rec); }
+static void on_said(void *ctx, struct pd_upstream *u, const struct pd_rec *rec)
+{
+    struct pd_err e;
+    said(ctx, pd_upstream_user(u), PD_RT_FOLLOWED, rec, &e);    /* a bad one changes nothing */
+}
 static void on_event(void *ctx, struct pd_upstream *u, const struct pd_rec *rec) { pd_rt_feed_event(ctx, pd_upstream_user(u), PD_RT_FOLLOWED, rec); }
 static void on_silent(void *ctx, struct pd_upstream *u) { pd_rt_feed_silent(pd_upstream_user(u), PD_RT_FOLLOWED); }
 static void on_record(void *ctx, struct pd_upstream *u, const struct pd_rec *rec) { pd_rt_record(ctx, pd_upstream_user(u), rec); }
@@ -158,7 +163,10 @@ static void on_register(void *ctx, struct pd_conn *c, const struct pd_rec *rec)
         w->reg = c;
         pd_conn_set(c, w);
     }
-    said(r, w, PD_RT_REGISTRATION, rec);
+    if (said(r, w, PD_RT_REGISTRATION, rec, &e) < 0 && !w->m->known && !w->named) {    /* it is nobody yet */
+        remove_worker(r, w);
+        pd_conn_refuse(c, &e);
+    }
 }
 
 static void on_register_gone(void *ctx, struct pd_conn *c, const struct pd_err *why)

@@ -281,7 +281,7 @@ static void on_error(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_wo
     if (w == run->p && w != run->d) {
         if (ours)               /* the answer to our cancel of an attempt before */
             return;
-        if (far && !drains)     /* it does not reach its decode worker */
+        if (far && again && !drains)    /* it does not reach its decode worker; what is aborted is so by the request's own limits */
             pd_rt_lent_went(r, run, PD_WENT_WRONG, "kv_failed", pd_mono_us());
         if (!run->p_done)
             pd_rt_p_lost(r, run, "prefill_failed", why, again);

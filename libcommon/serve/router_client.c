@@ -271,6 +271,7 @@ static int prepare(struct pd_router *r, struct pd_rt_run *run, struct pd_request
     run->deadline_us = q->has & PD_RQ_DEADLINE && q->deadline_ms < INT64_MAX / 2000 ? run->t_accept + (q->deadline_ms > 0 ? q->deadline_ms : 0) * 1000 : 0;
     run->queue_us = ms_in(q->timeouts_ms, "queue");
     run->first_us = ms_in(q->timeouts_ms, "first_token");
+    run->transfer_us = ms_in(q->timeouts_ms, "transfer");
     run->n = (uint32_t)q->n;
     run->logprobs = q->logprobs || q->top_logprobs > 0;         /* as tokens have them */
     run->need = (struct pd_need){ .policy = r->o.policy, .suspect_us = r->o.suspect_us, .exact = q->has_token_ids, .max_tokens = (uint32_t)q->max_tokens,
@@ -346,6 +347,8 @@ static void take(struct pd_router *r, struct pd_conn *c, const struct pd_rec *re
     struct pd_rt_key *key = NULL;
     int rc = pd_intake_read(rec->p, rec->n, r->o.seed, &in, &e);
     struct pd_rt_run *run = rc < 0 ? NULL : pd_calloc(1, sizeof *run, "a run", &e);
+    if (run)
+        run->like = -1;         /* before anything may free it */
     if (!run || !(run->choice = pd_calloc((size_t)in.req.n, sizeof *run->choice, "a run's choices", &e))) {
         rc = rc < 0 ? rc : PD_ENOMEM;
         goto out;
@@ -353,7 +356,6 @@ static void take(struct pd_router *r, struct pd_conn *c, const struct pd_rec *re
     if (pd_map_find(rec->p, rec->n, "stream", &v) == 1)
         pd_get_bool(v, &stream);
     struct pd_str name = in.req.idempotency_key;
-    run->like = -1;
     run->t_accept = in.t_accept;
     memcpy(run->name, in.req.run, sizeof run->name);
     if ((rc = prepare(r, run, &in.req, &e)) < 0)

@@ -46,6 +46,10 @@ void pd_rt_d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, b
         pd_rt_send_cancel(run->p, run, "its decode worker is lost");
     pd_rt_release_p(run, run->delivered ? "its decode worker is lost" : NULL);
     pd_rt_release_d(run);
+    pd_rt_learn_arrived(r, run);
+    pd_rt_lent_went(r, run, PD_WENT_NOWHERE, NULL, pd_mono_us());
+    if (!run->old_p)            /* else what that one has is still to be dropped by a successor, should we die */
+        pd_rt_lent_over(r, run);
     if (run->delivered && run->n > 1 && !pd_rt_only_early(run))
         pd_fail(&e, PD_EFAIL, "%.300s; %u choices were streaming, and only a request with n = 1 can go on elsewhere", why, run->n);
     else if (run->delivered && run->migrations == PD_RT_MAX_MIGRATIONS)
@@ -118,14 +122,40 @@ static void leave_d(struct pd_router *r, struct pd_rt_run *run, const char *kind
     pd_rt_dispatch(r);
 }
 
+/* May its decode worker compute the prompt now? false: it has left it, and waits. A first token that is out stays where it came from: it is counted, not asked. */
+static bool may_alone(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
+{
+    int64_t now = pd_mono_us();
+    if (run->delivered)
+        pd_rt_fall_begin(r, run, run->d, now);
+    else if (!pd_rt_fall_at(r, run, run->d, now)) {
+        leave_d(r, run, kind, why);
+        return false;
+    }
+    return true;
+}
+
+/* That it is computed where it is decoded is a decision too: for the record, and as what it was expected to take. */
+static void note_alone(struct pd_router *r, struct pd_rt_run *run, int64_t now)
+{
+    pd_rt_hits(r, run, now);
+    struct pd_need q = pd_rt_need_of(r, run, now);
+    q.d = run->d->m;
+    q.limit = NULL;             /* it was asked about already */
+    pd_decide(&r->reg, &q, &r->decision);
+    if (r->decision.outcome != PD_CHOSEN)       /* it drains, and computes it all the same */
+        return;
+    run->attempt++;
+    pd_rt_learn_sent(r, run, now);
+    pd_rt_note_route(r, run, "its decode worker computes the prompt", now);
+}
+
 /* Its decode worker computes the prompt. */
 static void d_alone(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
 {
     struct pd_share was = run->d_share;
-    if (!pd_rt_fall_at(r, run, run->d, pd_mono_us()) && !run->delivered) {   /* a first token that is out stays where it came from */
-        leave_d(r, run, kind, why);
+    if (!may_alone(r, run, kind, why))
         return;
-    }
     pd_warn("run %s: %s; %s computes its prompt", run->name, why, pd_rt_name_of(run->d));
     pd_rt_falls_back(r, run, kind, why);
     run->mode = PD_MODE_LOCAL;
@@ -133,6 +163,7 @@ static void d_alone(struct pd_router *r, struct pd_rt_run *run, const char *kind
     pd_metric_add(r->m_modes[PD_MODE_LOCAL], 1);
     run->d_share.prefill_tokens = run->need.prompt_tokens;
     run->d->m->own.prefill_tokens += run->d_share.prefill_tokens - was.prefill_tokens;
+    note_alone(r, run, pd_mono_us());
     tell_d(r, run);
 }
 
@@ -149,7 +180,7 @@ void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, 
         struct pd_need q = pd_rt_need_of(r, run, now);
         q.d = run->d->m;
         pd_decide(&r->reg, &q, &r->decision);
-        if (r->decision.outcome == PD_CHOSEN) {
+        if (r->decision.outcome == PD_CHOSEN && r->decision.p) {        /* else D alone is the best of what is left */
             pd_warn("run %s: %s; %s computes its prompt", run->name, why, pd_member_name(r->decision.p));
             run->p = r->decision.p->user;
             run->p_done = false;
@@ -158,6 +189,7 @@ void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, 
             run->p_share = pd_share_of(&run->need, run->p->m, true, false);
             pd_member_take(run->p->m, run->p_share);
             pd_rt_lend(r, run, now);
+            pd_rt_learn_sent(r, run, now);
             pd_metric_add(r->m_retry[0], 1);
             pd_rt_step(r, run, PD_ST_RETRY, why);
             pd_rt_step(r, run, PD_ST_ROUTE_SELECTED, NULL);
@@ -170,7 +202,7 @@ void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, 
 }
 
 /* Its prefill worker is gone, or has failed, after it had published. Whether the KV is at its decode worker is known there alone: one that still waits is to
- * compute, one that does not passes this over. */
+ * compute, one that does not passes this over. It counts as a fallback until its first token, when it is known; past their limit it begins again, KV or not. */
 void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
 {
     enum pd_mode was = run->mode;
@@ -178,8 +210,10 @@ void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *k
     pd_member_give_back(run->p->m, run->p_share);
     run->p_share = (struct pd_share){ 0 };
     run->p = NULL;
-    if (run->sign || run->n_done || run->cancelling || !run->d)
+    if (run->sign || run->n_done || run->cancelling || !run->d || !may_alone(r, run, kind, why))
         return;
+    run->fall.unsure = true;
+    run->fall.times++;
     snprintf(text, sizeof text, "%s: %.300s", kind, why);
     pd_rt_set_text(&run->fallback, text);
     run->mode = PD_MODE_LOCAL;
@@ -196,8 +230,11 @@ void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err
     for (struct pd_node *p = r->runs.first, *next; p; p = next) {
         struct pd_rt_run *run = (struct pd_rt_run *)p;
         next = p->next;
-        if (run->old_p == w)
+        if (run->old_p == w) {
             run->old_p = NULL;
+            if (!run->d)
+                pd_rt_lent_over(r, run);
+        }
         if (run->fall.skip_of == w)
             run->fall.skip = 0;
         if (run->d == w) {

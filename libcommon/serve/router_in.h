@@ -75,7 +75,7 @@ struct pd_rt_run {
     bool stream_up, logprobs;   /* workers are asked for tokens */
     struct pd_rt_key *key;
     /* times, mono us; 0: none */
-    int64_t t_accept, t_sent, t_first, deadline_us, queue_us, first_us, none_since, cancel_us, doubt_us;
+    int64_t t_accept, t_sent, t_first, deadline_us, queue_us, first_us, transfer_us, none_since, cancel_us, doubt_us;
     int64_t age;                /* t_accept, less what its priority is worth: who is older goes first */
     struct pd_buf timeouts;     /* its timeouts_ms, raw: workers are told what is left */
     /* the attempt */

@@ -24,10 +24,19 @@ static unsigned side_of(const struct pd_ledger_item *i, const char *at) { return
 
 static struct pd_ledger_item *next_for(const struct pd_router *r, const char *at)
 {
-    struct pd_ledger_item *i = r->paths.n_left ? pd_ledger_first(r->paths.ledger) : NULL;
+    struct pd_ledger_item *i = pd_ledger_left(r->paths.ledger) ? pd_ledger_first(r->paths.ledger) : NULL;
     while (i && !(i->left && (side_of(i, at) & ~i->user)))
         i = (void *)i->node.next;
     return i;
+}
+
+/* The last one may also have been given anew, by its client who came back. */
+static void look_if_over(struct pd_router *r)
+{
+    if (!r->paths.has_left || pd_ledger_left(r->paths.ledger))
+        return;
+    r->paths.has_left = false;
+    pd_warn("what a former life left at the workers is dropped (%u runs were still there)", r->paths.n_found);
 }
 
 static void settle(struct pd_router *r, struct pd_ledger_item *i, unsigned sides, bool found)
@@ -38,8 +47,7 @@ static void settle(struct pd_router *r, struct pd_ledger_item *i, unsigned sides
         return;
     r->paths.n_found += i->found;
     pd_ledger_end(r->paths.ledger, i);
-    if (--r->paths.n_left == 0)
-        pd_warn("what a former life left at the workers is dropped (%u runs were still there)", r->paths.n_found);
+    look_if_over(r);
 }
 
 static void ask(struct pd_rt_query *q)
@@ -115,7 +123,8 @@ void pd_rt_left_beat(struct pd_router *r, int64_t now)
     for (struct pd_rt_query *q = r->paths.queries; q; q = q->next)
         if (now - q->since_us > ANSWER_US)
             pd_conn_close(q->c, NULL);
-    if (!r->paths.n_left)
+    look_if_over(r);
+    if (!r->paths.has_left)
         return;
     for (const struct pd_rt_worker *w = r->workers; w; w = w->next)
         if (w->m->known && next_for(r, w->m->at))
@@ -125,9 +134,9 @@ void pd_rt_left_beat(struct pd_router *r, int64_t now)
         if (!i->left)
             continue;
         pd_ledger_end(r->paths.ledger, i);
-        r->paths.n_left--;
         forgotten++;
     }
+    r->paths.has_left &= !forgotten;
     if (forgotten)
         pd_warn("%u runs of a former life are forgotten: their workers did not come back", forgotten);
 }

@@ -88,14 +88,15 @@ void pd_rt_lent_went(struct pd_router *r, struct pd_rt_run *run, enum pd_went we
     went == PD_WENT_WRONG ? pd_warn("run %s: its path's breaker is open: %s", run->name, cause ? cause : "") : pd_info("run %s: its path's breaker is closed again", run->name);
 }
 
-/* The first word of a fallback, when it says that the path is no good; what else there is may happen on a good one. */
-static bool blames_path(struct pd_str f)
+/* The first word of a fallback, when it says that the path is no good; what else there is may happen on a good one. So may a transfer that took longer than its
+ * client had patience for, if that was less than what was expected. */
+static bool blames_path(const struct pd_rt_run *run, struct pd_str f)
 {
     static const char *const kinds[] = { "transfer_timeout", "kv_failed", "lease_ended", "integrity", "fingerprint_mismatch", NULL };
-    for (int i = 0; kinds[i]; i++)
-        if (f.n >= strlen(kinds[i]) && !memcmp(f.p, kinds[i], strlen(kinds[i])))
-            return true;
-    return false;
+    int i = 0;
+    while (kinds[i] && (f.n < strlen(kinds[i]) || memcmp(f.p, kinds[i], strlen(kinds[i]))))
+        i++;
+    return kinds[i] && (i || !run->transfer_us || run->transfer_us >= run->told.transfer.p95 + run->told.sync.p95);
 }
 
 static const char *at_of(const struct pd_router *r, uint64_t key)
@@ -130,13 +131,17 @@ void pd_rt_lent_result(struct pd_router *r, struct pd_rt_run *run, const struct 
     struct pd_str fallback = { NULL, 0 }, mode = { NULL, 0 };
     int64_t now = pd_mono_us();
     pd_rt_lent_read(r, run);
-    if (!run->lent.on_path)
-        return;
     if (pd_map_find(rec->p, rec->n, "fallback", &v) == 1)
         pd_get_str(v, &fallback);
     if (pd_map_find(rec->p, rec->n, "mode", &v) == 1)
         pd_get_str(v, &mode);
-    if (fallback.p && blames_path(fallback)) {
+    if (run->mode == PD_MODE_REMOTE && fallback.p && !pd_str_eq(mode, "remote") && run->d && !run->fall.booked) {
+        pd_rt_fall_begin(r, run, run->d, now);  /* it fell back by its own word, and has computed it: the next ones wait for that all the same */
+        run->fall.unsure = true;
+    }
+    if (!run->lent.on_path)
+        return;
+    if (fallback.p && blames_path(run, fallback)) {
         char kind[64];
         size_t n = strcspn(fallback.p, ":");
         snprintf(kind, sizeof kind, "%.*s", (int)(n < fallback.n ? n : fallback.n), fallback.p);
@@ -162,15 +167,19 @@ static uint64_t budget_of(const struct pd_member *m) { return (uint64_t)m->said.
 static struct pd_limit_case case_of(struct pd_router *r, const struct pd_rt_run *run, int64_t now)
 {
     struct pd_limit_case c = { .now_us = now, .deadline_us = run->deadline_us, .waited_us = now - run->fall.since_us,
-                               .need_us = (int64_t)(r->paths.limit.us_per_token * run->need.prompt_tokens), .tokens_ahead = r->paths.tokens_ahead, .runs_ahead = r->paths.runs_ahead };
+                               .need_us = (int64_t)(r->paths.limit.us_per_token * run->need.prompt_tokens), .tokens_ahead = r->paths.tokens_ahead, .runs_ahead = r->paths.runs_ahead,
+                               .had_one = run->fall.times > 1 || (run->fall.times && !run->fall.fell) };
     for (const struct pd_rt_worker *w = r->workers; w; w = w->next)
         c.workers += w->m->reachable && pd_member_can_decode(w->m);
     return c;
 }
 
-static void begin(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_worker *w, int64_t now)
+void pd_rt_fall_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_worker *w, int64_t now)
 {
+    pd_rt_fall_over(r, run, false);
     run->fall.at = w;
+    run->fall.unsure = false;
+    run->fall.booked = true;
     run->fall.tokens = run->need.prompt_tokens;
     run->fall.since_us = now;
     pd_limit_begin(&r->paths.limit, &w->m->fallbacks, run->fall.tokens, now);
@@ -185,7 +194,7 @@ bool pd_rt_fall_at(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_work
     c.fits = pd_limit_fits(&r->paths.limit, w->m->fallbacks, budget_of(w->m), run->need.prompt_tokens);
     if (pd_limit_judge(&r->paths.limit, &c, &retry, &why) != PD_LIMIT_GO)
         return false;
-    begin(r, run, w, now);
+    pd_rt_fall_begin(r, run, w, now);
     return true;
 }
 
@@ -193,8 +202,14 @@ void pd_rt_fall_over(struct pd_router *r, struct pd_rt_run *run, bool computed)
 {
     if (!run->fall.at)
         return;
-    pd_limit_end(&r->paths.limit, &run->fall.at->m->fallbacks, run->fall.tokens, computed ? pd_mono_us() - run->fall.since_us : 0);
+    pd_limit_end(&r->paths.limit, &run->fall.at->m->fallbacks, run->fall.tokens, computed && !run->fall.unsure ? pd_mono_us() - run->fall.since_us : 0);
     run->fall.at = NULL;
+}
+
+static void waits_ahead(struct pd_router *r, const struct pd_rt_run *run)
+{
+    r->paths.tokens_ahead += run->need.prompt_tokens;
+    r->paths.runs_ahead++;
 }
 
 enum pd_limited pd_rt_fall_judge(struct pd_router *r, struct pd_rt_run *run, int64_t now, int64_t *retry_after_us, const char **why)
@@ -208,12 +223,22 @@ enum pd_limited pd_rt_fall_judge(struct pd_router *r, struct pd_rt_run *run, int
         return PD_LIMIT_WAIT;
     enum pd_limited v = pd_limit_judge(&r->paths.limit, &c, retry_after_us, why);
     if (v == PD_LIMIT_GO)
-        begin(r, run, r->decision.d->user, now);
+        pd_rt_fall_begin(r, run, r->decision.d->user, now);
     else if (v == PD_LIMIT_WAIT) {
-        r->paths.tokens_ahead += run->need.prompt_tokens;
-        r->paths.runs_ahead++;
+        r->paths.fits_ahead = r->paths.runs_ahead ? r->paths.fits_ahead : c.fits;
+        waits_ahead(r, run);
     }
     return v;
+}
+
+enum pd_limited pd_rt_fall_behind(struct pd_router *r, struct pd_rt_run *run, int64_t now, int64_t *retry_after_us, const char **why)
+{
+    struct pd_limit_case c = case_of(r, run, now);
+    c.fits = r->paths.fits_ahead;
+    enum pd_limited v = pd_limit_judge(&r->paths.limit, &c, retry_after_us, why);
+    if (v != PD_LIMIT_SHED)
+        waits_ahead(r, run);
+    return v == PD_LIMIT_SHED ? v : PD_LIMIT_WAIT;
 }
 
 /* ---- the topology's file ---- */
@@ -272,7 +297,7 @@ int pd_rt_paths_new(struct pd_router *r, struct pd_err *e)
     if ((rc = pd_paths_new(&po, &r->paths.paths, e)) < 0)
         return rc;
     r->paths.kept = r->o.ledger != NULL;
-    r->paths.n_left = was.left;
+    r->paths.has_left = was.left > 0;
     r->paths.limit.o = r->o.fallback;
     r->paths.limit.o.wait_us = r->o.wait_us;
     if (was.torn)
@@ -298,6 +323,7 @@ void pd_rt_paths_free(struct pd_router *r)
 
 void pd_rt_paths_beat(struct pd_router *r, int64_t now)
 {
+    pd_ledger_beat(r->paths.ledger, now);
     const char *trouble = pd_ledger_trouble(r->paths.ledger);
     look_at_file(r);
     if (!trouble != !r->paths.in_trouble) {
@@ -323,7 +349,7 @@ void pd_rt_paths_ledger(const struct pd_router *r, void (*put)(void *to, const c
     put(to, "kv_unread_runs", all.runs);
     put(to, "kv_unread_blocks", (int64_t)all.blocks);
     put(to, "kv_unread_bytes", (int64_t)all.bytes);
-    put(to, "left_over", r->paths.n_left);
+    put(to, "left_over", pd_ledger_left(r->paths.ledger));
     put(to, "holds", holds);
     put(to, "breakers_open", pd_paths_breakers(r->paths.paths));
     put(to, "domains", r->paths.topology ? pd_topology_domains(r->paths.topology) : 0);

@@ -17,10 +17,10 @@ struct pd_rt_paths {            /* of a router */
     struct pd_paths *paths;
     struct pd_topology *topology; struct stat seen; bool is_seen;      /* which file it is of, or which one was no good */
     struct pd_ledger *ledger; bool kept /* in a file */, in_trouble;
-    uint32_t n_left, n_found;   /* of a former life: items still there, and those that their workers had yet */
+    bool has_left; uint32_t n_found;    /* a former life left items that are still there; how many of them their workers had yet */
     struct pd_rt_query *queries;
     struct pd_limit limit;
-    uint64_t tokens_ahead; uint32_t runs_ahead;         /* of fallbacks that wait, in the round of routing under way */
+    uint64_t tokens_ahead; uint32_t runs_ahead; bool fits_ahead;        /* of fallbacks that wait, in the round of routing under way; there is room for the first */
     struct pd_metric *m_turns, *m_holds, *m_shed;
 };
 struct pd_rt_lent {             /* of a run: what its prefill worker has for its decode worker */
@@ -32,7 +32,9 @@ struct pd_rt_lent {             /* of a run: what its prefill worker has for its
 };
 struct pd_rt_fall {             /* of a run: it is computed where it is decoded */
     bool fell;
+    uint8_t times;              /* so far: at most one */
     struct pd_rt_worker *at;    /* which counts it; or NULL */
+    bool booked, unsure;        /* of this attempt it was counted; it may have its KV after all, so how long it takes says nothing */
     uint64_t tokens; int64_t since_us;
     struct pd_rt_worker *skip_of; uint32_t skip;        /* results of a worker that was told to drop it: they answer what was before */
 };
@@ -57,7 +59,10 @@ void pd_rt_lent_went(struct pd_router *r, struct pd_rt_run *run, enum pd_went we
 
 /* It falls back, and w would compute it: may it now? true: it counts as begun. */
 bool pd_rt_fall_at(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_worker *w, int64_t now);
+void pd_rt_fall_begin(struct pd_router *r, struct pd_rt_run *run, struct pd_rt_worker *w, int64_t now);         /* it does, asked or not */
 void pd_rt_fall_over(struct pd_router *r, struct pd_rt_run *run, bool computed);      /* it is computed, or will not be there */
 /* What was decided of it, which fell, and whether that is done: *retry_after_us, *why as in limit.h. */
 enum pd_limited pd_rt_fall_judge(struct pd_router *r, struct pd_rt_run *run, int64_t now, int64_t *retry_after_us, const char **why);
+/* One before it waits, in the round of routing under way: nothing is decided of it, and it waits too, or is shed. */
+enum pd_limited pd_rt_fall_behind(struct pd_router *r, struct pd_rt_run *run, int64_t now, int64_t *retry_after_us, const char **why);
 #endif

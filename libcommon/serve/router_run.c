@@ -187,6 +187,7 @@ void pd_rt_release_d(struct pd_rt_run *run)
     if (!run->d)
         return;
     pd_rt_fall_over(run->d->r, run, false);
+    run->fall.booked = false;
     pd_member_give_back(run->d->m, run->d_share);
     run->d = NULL;
 }
@@ -357,8 +358,11 @@ static void block(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     struct pd_extra extra = { 0 };
     struct pd_packer k;
     struct pd_err why, e;
+    pd_rt_hits(r, run, now);
     struct pd_need need = pd_rt_need_of(r, run, now);
     pd_decide(&r->reg, &need, &r->decision);
+    run->attempt++;
+    pd_rt_note_route(r, run, "blocked: it has waited for as long as it may", now);
     pd_pack_init(&k, &pairs, &e);
     pd_pack_text(&k, "excluded");
     if (pd_decision_text(&r->decision, &line, &e) < 0 || pd_buf_add(&line, "", 1, &e) < 0 || pd_decision_excluded(&r->decision, &list, &e) < 0 || k.rc ||
@@ -481,6 +485,7 @@ void pd_rt_falls_back(struct pd_router *r, struct pd_rt_run *run, const char *ki
     snprintf(text, sizeof text, "%s: %.300s", kind, why);
     pd_rt_set_text(&run->fallback, text);
     run->need.local = run->fall.fell = true;
+    run->fall.times++;
     run->fall.since_us = pd_mono_us();
     pd_metric_add(r->m_retry[2], 1);
     if (!run->d)
@@ -491,11 +496,22 @@ void pd_rt_falls_back(struct pd_router *r, struct pd_rt_run *run, const char *ki
 static void shed(struct pd_router *r, struct pd_rt_run *run, int64_t retry_after_us, const char *words)
 {
     struct pd_err why;
+    char cause[120];
     run->retry_after_ms = (retry_after_us + 999) / 1000;
     pd_fail(&why, PD_ENOWORKER, "shed: it would be computed where it is decoded (%.200s), and %s; it may be asked for again in %lld ms",
             pd_rt_text_of(&run->fallback) ? pd_rt_text_of(&run->fallback) : "", words, (long long)run->retry_after_ms);
     pd_metric_add(r->paths.m_shed, 1);
+    snprintf(cause, sizeof cause, "shed: %s", words);
+    run->attempt++;
+    pd_rt_note_route(r, run, cause, pd_mono_us());
     end_own(r, run, &why, "shed", PD_ST_BLOCKED, NULL);
+}
+
+static void decide(struct pd_router *r, struct pd_rt_run *run, int64_t now)
+{
+    pd_rt_hits(r, run, now);
+    struct pd_need q = pd_rt_need_of(r, run, now);
+    pd_decide(&r->reg, &q, &r->decision);
 }
 
 /* May what was decided of a run that fell back be done? false: it waits, or has ended. */
@@ -517,19 +533,34 @@ static bool may_fall(struct pd_router *r, struct pd_rt_run *run, int64_t now, en
     return false;
 }
 
+/* One that fell back, behind another that waits for the same: false: it is to be decided. */
+static bool waits_behind(struct pd_router *r, struct pd_rt_run *run, int64_t now)
+{
+    int64_t retry;
+    const char *words;
+    if (!run->fall.fell || run->fall.at || run->delivered || !r->paths.runs_ahead)
+        return false;
+    run->none_since = 0;
+    if (pd_rt_fall_behind(r, run, now, &retry, &words) != PD_LIMIT_SHED || (run->deadline_us && now >= run->deadline_us))
+        return true;
+    if (r->o.trace)
+        decide(r, run, now);
+    shed(r, run, retry, words);
+    return true;
+}
+
 static enum pd_outcome try_route(struct pd_router *r, struct pd_rt_run *run, int64_t now)
 {
-    pd_rt_hits(r, run, now);
-    struct pd_need q = pd_rt_need_of(r, run, now);
     struct pd_err why;
-    pd_decide(&r->reg, &q, &r->decision);
+    decide(r, run, now);
     if (r->decision.outcome == PD_NO_PREFILL && run->none_since && now - run->none_since >= PD_RT_NO_P_US) {
         struct pd_buf line = { 0 };
         bool told = pd_decision_text(&r->decision, &line, &why) == 0 && pd_buf_add(&line, "", 1, &why) == 0;
         pd_rt_falls_back(r, run, "no_prefill_worker", told && line.n ? (char *)line.p : "none is there");
         pd_buf_free(&line);
-        q = pd_rt_need_of(r, run, now);
-        pd_decide(&r->reg, &q, &r->decision);
+        if (waits_behind(r, run, now))
+            return PD_NO_PREFILL;
+        decide(r, run, now);
     }
     enum pd_outcome got = r->decision.outcome;
     if (run->fall.fell && !run->fall.at && !run->delivered && !may_fall(r, run, now, &got))
@@ -549,6 +580,36 @@ static enum pd_outcome try_route(struct pd_router *r, struct pd_rt_run *run, int
 
 static bool plain(const struct pd_rt_run *run) { return !run->n_tried && run->like < 0 && !run->need.local && !run->need.adapter.n; }
 
+/* What was decided of a plain run holds, as long as nobody is given anything back, for those after it: of prompts that fit into every worker's context, in whatever
+ * order; of longer ones for those between two of which the same was decided. */
+struct verdict { enum pd_outcome got; uint32_t lo, hi; };       /* got PD_CHOSEN: nothing yet */
+
+static uint32_t least_context(const struct pd_router *r)
+{
+    uint32_t least = UINT32_MAX;
+    for (const struct pd_member *m = r->reg.first; m; m = m->next)
+        if (m->known && m->said.capacity.context && m->said.capacity.context < least)
+            least = m->said.capacity.context;
+    return least;
+}
+
+static bool told_already(const struct verdict *v, struct pd_rt_run *run, int64_t now)
+{
+    if (v->got == PD_CHOSEN || run->need.prompt_tokens < v->lo || run->need.prompt_tokens > v->hi ||
+        (v->got == PD_NO_PREFILL && run->none_since && now - run->none_since >= PD_RT_NO_P_US))
+        return false;
+    run->none_since = v->got == PD_WAIT_ROOM ? 0 : run->none_since ? run->none_since : now;
+    return true;
+}
+
+static void tell(struct verdict *v, enum pd_outcome got, uint32_t tokens, bool is_long)
+{
+    bool same = v->got == got;
+    if (got != PD_WAIT_ROOM && got != PD_WAIT_WORKER && got != PD_NO_PREFILL)
+        return;
+    *v = (struct verdict){ got, !is_long ? 0 : same && v->lo < tokens ? v->lo : tokens, !is_long ? UINT32_MAX : same && v->hi > tokens ? v->hi : tokens };
+}
+
 void pd_rt_dispatch(struct pd_router *r)
 {
     if (r->dispatching) {
@@ -566,21 +627,18 @@ void pd_rt_dispatch(struct pd_router *r)
         r->dispatch_again = false;
         int64_t now = pd_mono_us();
         r->paths.tokens_ahead = r->paths.runs_ahead = 0;
-        enum pd_outcome got, others = PD_CHOSEN;        /* what every plain run gets from now on */
+        struct verdict verdict[2] = { { PD_CHOSEN, 0, 0 } };
+        uint32_t least = least_context(r);
         for (struct pd_rt_run *run = r->queue, *next; run; run = next) {
             next = run->next_queued;
-            if (plain(run) && others == PD_WAIT_ROOM) {
-                run->none_since = 0;
+            uint32_t tokens = run->need.prompt_tokens;
+            bool is_long = run->need.exact && tokens >= least;
+            struct verdict *v = plain(run) ? &verdict[is_long] : NULL;
+            if ((v && told_already(v, run, now)) || waits_behind(r, run, now))
                 continue;
-            }
-            if (plain(run) && others == PD_WAIT_WORKER) {
-                run->none_since = run->none_since ? run->none_since : now;
-                continue;
-            }
-            bool is_plain = plain(run);
-            got = try_route(r, run, now);
-            if (is_plain && (got == PD_WAIT_ROOM || got == PD_WAIT_WORKER))
-                others = got;
+            enum pd_outcome got = try_route(r, run, now);
+            if (v)
+                tell(v, got, tokens, is_long);
         }
     } while (r->dispatch_again);
     r->dispatching = false;

@@ -4,10 +4,13 @@
 #include <stddef.h>
 #include <cmocka.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include "../../libcommon/base/clock.h"
 #include "../../libcommon/route/ledger.h"
 
 static char dir[] = "/tmp/pd-ledger-XXXXXX", path[64];
@@ -167,6 +170,54 @@ static void grows_no_further(void **state)
     unlink(path);
 }
 
+/* A client that comes back brings its run's name: what a former life left of it is replaced, and is not left any more. */
+static void given_anew(void **state)
+{
+    struct pd_ledger *l = open_it(path);
+    for (int i = 1; i <= 3; i++)
+        give(l, i, "unix:p0", "unix:d0");
+    assert_int_equal(pd_ledger_left(l), 0);
+    pd_ledger_free(l);
+    l = open_it(path);
+    assert_true(was.left == 3 && pd_ledger_left(l) == 3);
+    assert_false(give(l, 2, "unix:p1", "unix:d0")->left);
+    assert_int_equal(pd_ledger_left(l), 2);
+    pd_ledger_end(l, pd_ledger_find(l, item(2, "", "").run, 1));
+    assert_int_equal(pd_ledger_left(l), 2);
+    pd_ledger_end(l, pd_ledger_first(l));
+    pd_ledger_end(l, pd_ledger_first(l));
+    assert_int_equal(pd_ledger_left(l), 0);
+    pd_ledger_free(l);
+    unlink(path);
+}
+
+/* The last word before a quiet time could not be written: it is, as soon as that is possible, without another one. */
+static void no_room_for_a_while(void **state)
+{
+    struct rlimit had, none;
+    struct pd_ledger *l = open_it(path);
+    give(l, 1, "unix:p0", "unix:d0");
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &had), 0);
+    none = (struct rlimit){ 0, had.rlim_max };
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &none), 0);
+    give(l, 2, "unix:p0", "unix:d0");
+    int64_t now = pd_mono_us();
+    pd_ledger_beat(l, now + 1500000);   /* still none */
+    bool in_trouble = pd_ledger_trouble(l) != NULL;
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &had), 0);
+    assert_true(in_trouble);
+    pd_ledger_beat(l, now + 1600000);   /* once a second */
+    assert_non_null(pd_ledger_trouble(l));
+    pd_ledger_beat(l, now + 3000000);
+    assert_null(pd_ledger_trouble(l));
+    pd_ledger_free(l);
+    l = open_it(path);
+    assert_int_equal(was.left, 2);
+    pd_ledger_free(l);
+    unlink(path);
+}
+
 static void refused(const char *at, const char *why)
 {
     struct pd_ledger *l = NULL;
@@ -213,6 +264,7 @@ static void hostile(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(counts), cmocka_unit_test(a_restart_knows), cmocka_unit_test(torn_anywhere), cmocka_unit_test(grows_no_further),
+                                        cmocka_unit_test(given_anew), cmocka_unit_test(no_room_for_a_while),
                                         cmocka_unit_test(whose_file), cmocka_unit_test(hostile) };
     if (!mkdtemp(dir))
         return 1;
