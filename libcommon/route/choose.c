@@ -418,7 +418,7 @@ static enum pd_outcome nobody(const struct choice *c)
         return d_full ? PD_WAIT_ROOM : never ? PD_NEVER : PD_WAIT_WORKER;
     if (never)
         return PD_NEVER;
-    if (count(r, 0, is_absent) == count(r, 0, is_any))
+    if (count(r, 0, is_absent) + count(r, 0, is_never) == count(r, 0, is_any))
         return count(r, 1, is_there) ? PD_NO_PREFILL : PD_WAIT_WORKER;
     if ((p_full && (d_free(r) || d_full)) || (d_full && p_free))
         return PD_WAIT_ROOM;

@@ -7,6 +7,8 @@
 
 const struct pd_rules pd_rules_usual = { .risk = 0.95, .externality = 1 };
 
+enum { STALE_BEATS = 10 };      /* a report that is older tells nothing of a load */
+
 static uint32_t block_size(const struct pd_member *m) { return m->said.capacity.block_size ? m->said.capacity.block_size : 1; }
 
 struct pd_share pd_share_of(const struct pd_need *need, const struct pd_member *m, bool prefills, bool decodes)
@@ -17,13 +19,18 @@ struct pd_share pd_share_of(const struct pd_need *need, const struct pd_member *
 
 /* ---- who may ---- */
 
-static enum pd_excluded never(const struct pd_need *q, const struct pd_member *m)
+/* What one that prefills can ever hold of a prompt: of one that decodes too, half its room. */
+static uint64_t room_to_give(const struct pd_member *m) { return m->said.capacity.blocks / (pd_member_can_decode(m) ? 2 : 1); }
+
+static enum pd_excluded never(const struct pd_need *q, const struct pd_member *m, bool giving)
 {
     bool has = !q->adapter.n;
     for (uint32_t i = 0; i < m->said.n_adapters && !has; i++)
         has = m->said.adapters[i].n == q->adapter.n && !memcmp(m->said.adapters[i].p, q->adapter.p, q->adapter.n);
     if (!has)
         return PD_X_ADAPTER;
+    if (giving && q->exact && m->said.capacity.blocks && pd_share_of(q, m, true, false).blocks > room_to_give(m))
+        return PD_X_CONTEXT;
     return q->exact && m->said.capacity.context && q->prompt_tokens >= m->said.capacity.context ? PD_X_CONTEXT : PD_X_NO;
 }
 
@@ -36,7 +43,10 @@ static enum pd_excluded absent(const struct pd_need *q, const struct pd_member *
         return PD_X_STATE;
     if (!m->reachable)
         return PD_X_UNREACHABLE;
-    return q->suspect_us && q->now_us - m->said_us > q->suspect_us ? PD_X_SILENT : PD_X_NO;
+    int64_t age = q->now_us - m->said_us;
+    if (!q->suspect_us)
+        return PD_X_NO;
+    return age > q->suspect_us ? PD_X_SILENT : m->said.beat_us > 0 && age > STALE_BEATS * m->said.beat_us ? PD_X_STALE : PD_X_NO;
 }
 
 static bool was_tried(const struct pd_need *q, const struct pd_member *m)
@@ -84,17 +94,18 @@ static void list(struct pd_registry *r, struct pd_decision *o, bool giving, bool
         bool here = giving ? (split ? pd_member_gives(m) : pd_member_can_give(m)) : split ? pd_member_decodes(m) : pd_member_can_decode(m);
         if (m->known ? !here : giving)
             continue;
-        if (*n == PD_MAX_CANDIDATES) {
+        enum pd_excluded x = absent(q, m);
+        if (*n == PD_MAX_CANDIDATES || (x && r->n > PD_MAX_CANDIDATES)) {       /* who is not there takes no row from one that is */
             o->left_out++;
-            (giving ? o->rec.left_p : o->rec.left_d)[absent(q, m)]++;
+            (giving ? o->rec.left_p : o->rec.left_d)[x]++;
             continue;
         }
         struct pd_candidate *c = &row[(*n)++];
-        *c = (struct pd_candidate){ .m = m, .x = absent(q, m) };
+        *c = (struct pd_candidate){ .m = m, .x = x };
         if (!c->x && q->paths && pd_decide_end(o, m)->spot.maintenance)
             c->x = PD_X_MAINTENANCE;
-        if (!c->x && !giving)
-            c->x = never(q, m);
+        if (!c->x)
+            c->x = never(q, m, giving);
         if (!c->x && !giving && q->d && q->d != m)
             c->x = PD_X_TRIED;
         const char *why;
@@ -347,10 +358,21 @@ static void choose(struct pd_decision *o, bool heed)
     pd_decide_paths(o, heed);
     if (o->need.learn && !o->need.paths)
         pd_price_ways(o->need.learn, o);
-    if (pd_choose(&o->rec, &e) < 0) {   /* a policy without a name: nobody made one */
-        o->rec.chosen.any = false;
-        o->rec.outcome = PD_WAIT_WORKER;
-    }
+    do
+        if (pd_choose(&o->rec, &e) < 0) {       /* a policy without a name: nobody made one */
+            o->rec.chosen = (struct pd_route_chosen){ .any = false, .p = -1, .d = -1 };
+            o->rec.outcome = PD_WAIT_WORKER;
+        }
+    while (pd_decide_again(o, heed));
+}
+
+/* Can anybody give KV to anybody, by this record? */
+static bool gives(const struct pd_route_rec *r)
+{
+    for (uint32_t i = 0; i < r->n_pairs; i++)
+        if (r->pair[i].p >= 0 && !r->pair[i].x)
+            return true;
+    return false;
 }
 
 void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_decision *o)
@@ -377,7 +399,7 @@ void pd_decide(struct pd_registry *r, const struct pd_need *need, struct pd_deci
         pd_price(need->learn, o);
     bool prefers = need->paths && pd_paths_prefer(need->paths) && !alone;
     choose(o, prefers);
-    if (prefers && (!rec->chosen.any || rec->chosen.mode != PD_MODE_REMOTE))    /* then all paths are looked at */
+    if (prefers && !gives(rec))         /* then all paths are looked at: who is chosen here with near ones to be had is better than any that is far */
         choose(o, false);
     o->outcome = rec->outcome;
     o->mode = rec->chosen.any ? rec->chosen.mode : alone ? PD_MODE_LOCAL : need->policy == PD_POLICY_AGGREGATED ? PD_MODE_AGGREGATED : PD_MODE_REMOTE;
@@ -400,7 +422,13 @@ const char *pd_excluded_text(const struct pd_decision *o, const struct pd_candid
     case PD_X_EPOCH: snprintf(out, cap, "epoch %" PRIu64 ", new runs go to %" PRIu64, m->said.epoch, o->epoch); break;
     case PD_X_TRIED: snprintf(out, cap, o->need.d ? "the run decodes elsewhere" : "failed this run already"); break;
     case PD_X_ADAPTER: snprintf(out, cap, "does not have adapter '%.*s'", (int)(o->need.adapter.n < 40 ? o->need.adapter.n : 40), o->need.adapter.p); break;
-    case PD_X_CONTEXT: snprintf(out, cap, "capacity: a prompt of %u tokens, a context of %u", o->need.prompt_tokens, m->said.capacity.context); break;
+    case PD_X_CONTEXT:
+        if (m->said.capacity.context && o->need.prompt_tokens >= m->said.capacity.context)
+            snprintf(out, cap, "capacity: a prompt of %u tokens, a context of %u", o->need.prompt_tokens, m->said.capacity.context);
+        else
+            snprintf(out, cap, "capacity: a prompt of %" PRIu64 " blocks, room to compute %" PRIu64, pd_share_of(&o->need, m, true, false).blocks, room_to_give(m));
+        break;
+    case PD_X_STALE: snprintf(out, cap, "stale load %.1fs", (double)(o->need.now_us - m->said_us) / 1e6); break;
     case PD_X_FINGERPRINT: snprintf(out, cap, "fingerprint: %s", c->detail ? c->detail : "it cannot be compared"); break;
     case PD_X_NUMERICS: snprintf(out, cap, "numerics %.40s, the run began with %.40s", m->said.numerics.p, o->need.numerics); break;
     case PD_X_RUNS: snprintf(out, cap, "capacity: %" PRIu64 " runs of %u", (uint64_t)m->own.runs + m->foreign.runs, most_runs(m)); break;

@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include "decide_in.h"
 
-enum { GUESS_BYTES = 1 << 20, SPECIAL = 32, EACH = PD_ROUTE_PATHS - SPECIAL - 1 };
+enum { GUESS_BYTES = 1 << 20, SPECIAL = 24, LATE = 8, EACH = PD_ROUTE_PATHS - SPECIAL - LATE - 1, SLOTS = 4 * PD_MAX_CANDIDATES };
 
 static struct pd_spread spread(struct pd_cost c, double least)
 {
@@ -84,29 +84,52 @@ static uint32_t some(const struct pd_candidate *c, const struct pd_route_row *w,
     return domains;
 }
 
-static int32_t row_of(const struct pd_decision *o, const struct pd_candidate *c, uint32_t n, uint64_t key)
+/* Rows by the key of their ends. */
+struct by_key { int16_t row[2][SLOTS]; };
+struct special { struct pd_decision *o; bool heed, made; struct by_key at; };
+
+static int32_t row_of(const struct pd_decision *o, const struct by_key *at, int side, uint64_t key)
 {
-    for (uint32_t i = 0; i < n; i++)
-        if (!c[i].x && pd_decide_end(o, c[i].m)->key == key)
-            return (int32_t)i;
+    const struct pd_candidate *c = side ? o->d_row : o->p_row;
+    for (uint64_t i = key % SLOTS; at->row[side][i] >= 0; i = (i + 1) % SLOTS)
+        if (c[at->row[side][i]].m->end.key == key)
+            return at->row[side][i];
     return -1;
 }
 
-/* Those of single workers, which go before those of domains. */
-static void special(struct pd_decision *o, bool heed)
+static void find_by_key(const struct pd_decision *o, struct by_key *at)
 {
-    struct pd_path_pair pair[4 * SPECIAL];
-    uint32_t n = pd_paths_special(o->need.paths, o->need.now_us, pair, 4 * SPECIAL);
-    n = n < 4 * SPECIAL ? n : 4 * SPECIAL;
-    for (uint32_t i = 0, done = 0; i < n && done < SPECIAL; i++) {
-        int32_t p = row_of(o, o->p_row, o->n_p, pair[i].p), d = p < 0 ? -1 : row_of(o, o->d_row, o->n_d, pair[i].d);
-        if (d < 0)
-            continue;
-        struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, -1, -1, heed);
-        x->p = p;
-        x->d = d;
-        done++;
-    }
+    memset(at, -1, sizeof *at);
+    for (int side = 0; side < 2; side++)
+        for (uint32_t i = 0; i < (side ? o->n_d : o->n_p); i++) {
+            const struct pd_candidate *c = side ? &o->d_row[i] : &o->p_row[i];
+            uint64_t k = c->x ? 0 : pd_decide_end(o, c->m)->key % SLOTS;
+            while (!c->x && at->row[side][k] >= 0)
+                k = (k + 1) % SLOTS;
+            if (!c->x)
+                at->row[side][k] = (int16_t)i;
+        }
+}
+
+/* Those of single workers, which go before those of domains: of who may have the run, as many as there is room for. */
+static bool add_special(void *ctx, uint64_t p_key, uint64_t d_key)
+{
+    struct special *s = ctx;
+    struct pd_decision *o = s->o;
+    struct pd_route_rec *r = &o->rec;
+    if (!s->made)
+        find_by_key(o, &s->at);
+    s->made = true;
+    int32_t p = row_of(o, &s->at, 0, p_key), d = p < 0 ? -1 : row_of(o, &s->at, 1, d_key);
+    for (uint32_t i = r->n_paths; d >= 0 && i-- > 0 && r->paths[i].p >= 0;)
+        if (r->paths[i].p == p && r->paths[i].d == d)
+            return true;
+    if (d < 0)
+        return true;
+    struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, -1, -1, s->heed);
+    x->p = p;
+    x->d = d;
+    return r->n_paths < PD_ROUTE_PATHS - LATE;
 }
 
 /* Can KV go from this row to anybody? *why: what is in the way first. Of one that has no path of its own its domain tells. */
@@ -155,6 +178,14 @@ static void strand(struct pd_decision *o, struct pd_member *const to[PD_ROUTE_DO
     }
 }
 
+static bool any_x(const struct pd_route_rec *r)
+{
+    for (uint32_t i = 0; i < r->n_paths; i++)
+        if (r->paths[i].x)
+            return true;
+    return false;
+}
+
 void pd_decide_paths(struct pd_decision *o, bool heed)
 {
     struct pd_route_rec *r = &o->rec;
@@ -173,7 +204,6 @@ void pd_decide_paths(struct pd_decision *o, bool heed)
     r->versions.topology = t ? pd_topology_version(t) >> 11 : 0;       /* as an integer that every reader has */
     uint32_t n = some(o->p_row, o->p_rows, o->n_p, from);
     n *= some(o->d_row, o->d_rows, o->n_d, to);
-    bool any_x = false;
     int32_t plain[2] = { -1, -1 };      /* a pair of domains of which nothing is known but that they are far from each other */
     int last = n > EACH ? PD_NEAR_N : 1;      /* the near ones first, should there not be room for all */
     for (int near = 0; near < last; near++)
@@ -195,9 +225,37 @@ void pd_decide_paths(struct pd_decision *o, bool heed)
         struct pd_route_path *x = add(o, from[plain[0]], to[plain[1]], plain[0], plain[1], heed);
         x->from = x->to = -1;
     }
-    special(o, heed);
-    for (uint32_t i = 0; i < r->n_paths; i++)
-        any_x |= r->paths[i].x != PD_X_NO;
-    if (any_x)
+    struct special s;           /* large */
+    s.o = o;
+    s.heed = heed;
+    s.made = false;
+    pd_paths_special(o->need.paths, add_special, &s);
+    if (any_x(r))
         strand(o, to);
+}
+
+bool pd_decide_again(struct pd_decision *o, bool heed)
+{
+    struct pd_route_rec *r = &o->rec;
+    int32_t p = r->chosen.p, d = r->chosen.d, at = p < 0 ? -1 : pd_route_path_of(r, p, d);
+    struct pd_member *to[PD_ROUTE_DOMAINS];
+    struct pd_path_view v;
+    if (!o->need.paths || p < 0 || (at >= 0 && r->paths[at].p >= 0))
+        return false;
+    pd_paths_view(o->need.paths, pd_decide_end(o, o->p_row[p].m), pd_decide_end(o, o->d_row[d].m), GUESS_BYTES, o->need.now_us, &v);
+    if (v.x == PD_PATH_MAY || v.x == PD_PATH_DOMAIN)
+        return false;
+    if (r->n_paths == PD_ROUTE_PATHS) {         /* no room to say so of this pair */
+        o->p_row[p].x = v.x == PD_PATH_HOLD ? PD_X_HOLD : PD_X_PATH;
+        o->p_rows[p].x = o->p_row[p].x;
+        o->p_row[p].stranded = true;
+        o->p_row[p].detail = NULL;
+        return true;
+    }
+    struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, -1, -1, heed);
+    x->p = p;
+    x->d = d;
+    some(o->d_row, o->d_rows, o->n_d, to);
+    strand(o, to);
+    return true;
 }

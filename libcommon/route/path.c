@@ -334,27 +334,32 @@ void pd_paths_renew(struct pd_paths *x, const struct pd_path_end *w, int64_t now
     }
 }
 
-static void add_special(struct pd_path_pair *out, uint32_t most, uint32_t *n, uint64_t p, uint64_t d)
+void pd_paths_forget(struct pd_paths *x, const char *at)
 {
-    for (uint32_t i = 0; i < *n && i < most; i++)
-        if (out[i].p == p && out[i].d == d)
-            return;
-    if (*n < most)
-        out[*n] = (struct pd_path_pair){ p, d };
-    ++*n;
+    uint64_t key = pd_xxh3(at, strlen(at), 0);
+    for (struct pd_node *n = x->pairs.first, *next; n; n = next) {
+        struct pair *r = (struct pair *)n;
+        next = n->next;
+        if (r->p != key && r->d != key)
+            continue;
+        x->tripped -= tripped(r);
+        x->uneasy -= uneasy(r);
+        pd_keyed_remove(&x->pairs, n);
+        pd_free(n);
+    }
 }
 
-uint32_t pd_paths_special(const struct pd_paths *x, int64_t now_us, struct pd_path_pair *out, uint32_t most)
+void pd_paths_special(const struct pd_paths *x, pd_path_each *each, void *ctx)
 {
-    uint32_t n = 0;
     for (const struct pd_ledger_hold *h = x->o.ledger ? pd_ledger_first_hold(x->o.ledger) : NULL; h; h = (void *)h->node.next)
-        add_special(out, most, &n, pd_xxh3(h->p, strlen(h->p), 0), pd_xxh3(h->d, strlen(h->d), 0));
-    for (const struct pd_node *i = x->uneasy ? x->pairs.first : NULL; i; i = i->next) {
-        const struct pair *r = (const struct pair *)i;
-        if (uneasy(r))
-            add_special(out, most, &n, r->p, r->d);
-    }
-    return n;
+        if (!each(ctx, pd_xxh3(h->p, strlen(h->p), 0), pd_xxh3(h->d, strlen(h->d), 0)))
+            return;
+    for (int open = 1; open >= 0; open--)
+        for (const struct pd_node *i = (open ? x->tripped : x->uneasy) ? x->pairs.first : NULL; i; i = i->next) {
+            const struct pair *r = (const struct pair *)i;
+            if (uneasy(r) && tripped(r) == open && !each(ctx, r->p, r->d))
+                return;
+        }
 }
 
 bool pd_paths_prefer(const struct pd_paths *x) { return x->o.rule.how == PD_DOMAIN_PREFER; }

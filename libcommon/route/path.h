@@ -76,8 +76,11 @@ void pd_paths_sync(struct pd_paths *x, const struct pd_path_end *p, const struct
 void pd_paths_trip(struct pd_paths *x, const struct pd_path_end *p, const struct pd_path_end *d, const char *cause, int64_t now_us);
 /* This worker began a new life: its open breakers probe. */
 void pd_paths_renew(struct pd_paths *x, const struct pd_path_end *w, int64_t now_us);
-/* Pairs that are not as others between their domains: on hold, with a breaker that is not closed, or with failures now and then. How many there are of them; out: the first `most`. */
+/* The worker that listened there is gone for good: nothing is kept of its pairs. */
+void pd_paths_forget(struct pd_paths *x, const char *at);
 uint32_t pd_paths_breakers(const struct pd_paths *x);  /* that are not closed */
-struct pd_path_pair { uint64_t p, d; };         /* keys of ends */
-uint32_t pd_paths_special(const struct pd_paths *x, int64_t now_us, struct pd_path_pair *out, uint32_t most);
+/* Pairs that are not as others between their domains, as keys of ends: those on hold first, then those with a breaker that is not closed, then those with failures
+ * now and then. One may come twice. false: no more of them. */
+typedef bool pd_path_each(void *ctx, uint64_t p, uint64_t d);
+void pd_paths_special(const struct pd_paths *x, pd_path_each *each, void *ctx);
 #endif

@@ -127,6 +127,8 @@ static void remove_worker(struct pd_router *r, struct pd_rt_worker *w)
     if (w->reg)
         pd_conn_set(w->reg, NULL);
     pd_rt_feed_gone(r, w);
+    if (r->paths.paths)
+        pd_paths_forget(r->paths.paths, w->m->at);
     pd_upstream_free(w->u);
     pd_registry_remove(&r->reg, w->m);
     pd_free(w);

@@ -48,6 +48,20 @@ static struct pd_path_view view(struct pd_paths *x, const struct pd_path_end *p,
     pd_paths_view(x, p, d, bytes, now, &v);
     return v;
 }
+struct pair { uint64_t p, d; };
+struct pairs { struct pair at[8]; uint32_t n, most; };
+static bool one_more(void *ctx, uint64_t p, uint64_t d)
+{
+    struct pairs *o = ctx;
+    o->at[o->n++] = (struct pair){ p, d };
+    return o->n < o->most;
+}
+static uint32_t special(const struct pd_paths *x, struct pairs *o, uint32_t most)
+{
+    *o = (struct pairs){ .most = most };
+    pd_paths_special(x, one_more, o);
+    return o->n;
+}
 static double p50_of(const struct pd_path_view *v, double bytes) { return v->latency.p50 + v->kib_ns.p50 * bytes / 1024 / 1000; }
 static double p95_of(const struct pd_path_view *v, double bytes) { return v->latency.p95 + v->kib_ns.p95 * bytes / 1024 / 1000; }
 
@@ -127,7 +141,7 @@ static void failures_count(void **state)
 {
     struct pd_paths *x = new(&(struct pd_paths_opts){ .breaker = { .jitter = 1e-12 } }, NULL);
     struct pd_path_end p = end_of(x, "unix:p", "a"), d = end_of(x, "unix:d", "a"), e = end_of(x, "unix:e", "a"), far = end_of(x, "unix:f", "b");
-    struct pd_path_pair pairs[2];
+    struct pairs pairs;
     char text[100];
     struct pd_path_ticket t = pd_paths_begin(x, &p, &d, S);
     assert_true(view(x, &p, &d, 1, S).active == 1 && view(x, &p, &e, 1, S).active == 1 && view(x, &far, &d, 1, S).active == 0);
@@ -142,7 +156,7 @@ static void failures_count(void **state)
     assert_string_equal(pd_path_state(&v, S + 300000), "open");
     assert_int_equal(view(x, &p, &e, 1, S).x, PD_PATH_MAY);
     assert_int_equal(view(x, &d, &p, 1, S).x, PD_PATH_MAY);     /* the other way is another path */
-    assert_true(pd_paths_special(x, S, pairs, 2) == 1 && pairs[0].p == p.key && pairs[0].d == d.key);
+    assert_true(special(x, &pairs, 8) == 1 && pairs.at[0].p == p.key && pairs.at[0].d == d.key);
     pd_paths_renew(x, &e, S);
     assert_int_equal(view(x, &p, &d, 1, S).x, PD_PATH_BREAKER);
     pd_paths_renew(x, &d, S);
@@ -152,13 +166,13 @@ static void failures_count(void **state)
     go(x, &p, &d, PD_WENT_WELL, 0, 0, S);
     assert_true(go(x, &p, &d, PD_WENT_WELL, 0, 0, S));
     assert_null(pd_path_state((v = view(x, &p, &d, 1, S), &v), S));
-    assert_true(pd_paths_special(x, S, pairs, 2) == 1 && pd_paths_breakers(x) == 0);    /* it has failed too lately to be as others are */
+    assert_true(special(x, &pairs, 8) == 1 && pd_paths_breakers(x) == 0);    /* it has failed too lately to be as others are */
     for (int i = 0; i < 20; i++)
         go(x, &p, &d, PD_WENT_WELL, 0, 0, S);
-    assert_int_equal(pd_paths_special(x, S, pairs, 2), 0);
+    assert_int_equal(special(x, &pairs, 8), 0);
     pd_paths_trip(x, &p, &e, "integrity", S);
     pd_paths_trip(x, &p, &e, "integrity", S);
-    assert_int_equal(pd_paths_special(x, S, pairs, 2), 1);
+    assert_int_equal(special(x, &pairs, 8), 1);
     assert_int_equal(view(x, &p, &e, 1, S).x, PD_PATH_BREAKER);
     for (int i = 0; i < 200; i++)
         go(x, &p, &d, PD_WENT_WELL, 0, 0, 2 * S);
@@ -188,11 +202,11 @@ static void rules_and_holds(void **state)
     assert_true(v.x == PD_PATH_HOLD && !strcmp(pd_path_state(&v, 0), "hold"));
     assert_string_equal(pd_path_text(x, &v, 0, text, sizeof text), "hold: integrity: block 3");
     assert_int_equal(view(x, &a2, &a1, 1, 0).x, PD_PATH_MAY);
-    struct pd_path_pair pairs[4];
+    struct pairs pairs;
     pd_paths_trip(x, &a1, &a2, "integrity", 0);
     pd_paths_trip(x, &a2, &a1, "integrity", 0);
-    assert_true(pd_paths_special(x, 0, pairs, 4) == 2 && pairs[0].p == a1.key && pairs[0].d == a2.key && pairs[1].d == a1.key);
-    assert_int_equal(pd_paths_special(x, 0, pairs, 1), 2);
+    assert_true(special(x, &pairs, 8) == 3 && pairs.at[0].p == a1.key && pairs.at[0].d == a2.key && pairs.at[1].d == a2.key && pairs.at[2].d == a1.key);
+    assert_int_equal(special(x, &pairs, 1), 1);
     pd_paths_renew(x, &a1, 0);
     pd_ledger_release(l, "unix:1", "unix:2", "fixed", 0);
     assert_int_equal(view(x, &a1, &a2, 1, 0).x, PD_PATH_MAY);
@@ -225,9 +239,48 @@ static void memory_is_bounded(void **state)
     pd_paths_free(x);
 }
 
+/* Who is gone leaves nothing behind; and of many that are not as others those that must not be used are told first. */
+static void what_is_gone_is_forgotten(void **state)
+{
+    struct pd_ledger *l = NULL;
+    struct pd_ledger_read was;
+    struct pd_err err;
+    struct pairs pairs;
+    assert_int_equal(pd_ledger_open(NULL, &l, &was, &err), 0);
+    struct pd_paths *x = new(&(struct pd_paths_opts){ .most = 8, .breaker = { .failures = 3 }, .ledger = l }, NULL);
+    struct pd_path_end p = end_of(x, "unix:p", "a"), gone = end_of(x, "unix:gone", "a"), held = end_of(x, "unix:held", "a");
+    for (int i = 0; i < 4; i++) {
+        char at[32];
+        snprintf(at, sizeof at, "unix:%d", i);
+        struct pd_path_end d = end_of(x, at, "a");
+        go(x, &p, &d, PD_WENT_WRONG, 0, 0, S);
+    }
+    for (int i = 0; i < 3; i++)
+        go(x, &gone, &p, PD_WENT_WRONG, 0, 0, S);
+    assert_int_equal(pd_ledger_hold(l, "unix:p", "unix:held", "integrity: block 3", 0, &err), 0);
+    assert_true(special(x, &pairs, 8) == 6 && pairs.at[0].p == p.key && pairs.at[0].d == held.key && pairs.at[1].p == gone.key && pairs.at[1].d == p.key);
+    assert_int_equal(pd_paths_breakers(x), 1);
+    struct pd_path_ticket t = pd_paths_begin(x, &p, &gone, S);
+    pd_paths_forget(x, "unix:gone");
+    assert_true(special(x, &pairs, 8) == 5 && pd_paths_breakers(x) == 0);
+    assert_false(pd_paths_end(x, &p, &gone, t, PD_WENT_WRONG, "timeout", 0, 0, S));     /* what was under way ends */
+    for (int turn = 0; turn < 9; turn++) {      /* a worker that comes and goes under new names: there is room for a breaker each time */
+        char at[32];
+        snprintf(at, sizeof at, "unix:new%d", turn);
+        struct pd_path_end d = end_of(x, at, "a");
+        for (int i = 0; i < 3; i++)
+            go(x, &p, &d, PD_WENT_WRONG, 0, 0, S);
+        assert_int_equal(view(x, &p, &d, 1, S).x, PD_PATH_BREAKER);
+        pd_paths_forget(x, at);
+    }
+    assert_int_equal(pd_paths_breakers(x), 0);
+    pd_paths_free(x);
+    pd_ledger_free(l);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(without_a_file), cmocka_unit_test(by_the_file), cmocka_unit_test(transfers_teach), cmocka_unit_test(failures_count),
-                                        cmocka_unit_test(rules_and_holds), cmocka_unit_test(memory_is_bounded) };
+                                        cmocka_unit_test(rules_and_holds), cmocka_unit_test(memory_is_bounded), cmocka_unit_test(what_is_gone_is_forgotten) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

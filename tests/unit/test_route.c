@@ -691,6 +691,137 @@ static void limits_of_room_and_fallbacks(void **state)
     assert_int_equal(dec.outcome, PD_CHOSEN);
 }
 
+/* Holds and open breakers are honoured however many there are, also behind pairs that only fail now and then and those of workers that are no more. */
+static void no_hold_is_lost_among_many(void **state)
+{
+    enum { HELD = 150 };
+    struct pd_member *p[HELD], *d = NULL, *good = NULL;
+    struct pd_ledger *l = NULL;
+    struct pd_ledger_read was;
+    assert_int_equal(pd_ledger_open(NULL, &l, &was, &e), 0);
+    char at[24];
+    for (int i = 0; i < HELD; i++) {
+        snprintf(at, sizeof at, "unix:/q%d", i);
+        p[i] = say((struct who)READY(at, "prefill"), 1);
+    }
+    d = say((struct who)READY("unix:/d0", "decode"), 1);
+    for (int how = 0; how < 3; how++) {
+        use_paths(racks, (struct pd_paths_opts){ .ledger = l });
+        for (int i = 0; how < 2 && i < 200; i++) {      /* of workers that are no more */
+            snprintf(at, sizeof at, "unix:/gone%d", i);
+            if (how == 1)
+                assert_int_equal(pd_ledger_hold(l, at, "unix:/d0", "integrity: block 3", 0, &e), 0);
+            struct pd_path_end a = pd_path_end_of(paths, at, (struct pd_str){ NULL, 0 }, (struct pd_str){ NULL, 0 }), b = end_of(d);
+            for (int k = 0; k < 3; k++)
+                pd_paths_end(paths, &a, &b, pd_paths_begin(paths, &a, &b, 1000), PD_WENT_WRONG, "transfer_timeout", 0, 0, 1000);
+        }
+        for (int i = 0; i < HELD; i++)
+            transfers_fail(p[i], d, how == 1 ? 1 : 3, 1000);
+        for (int i = 0; how == 1 && i < HELD; i++)
+            assert_int_equal(pd_ledger_hold(l, p[i]->at, "unix:/d0", "integrity: block 3", 0, &e), 0);
+        assert_int_not_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+        assert_true(decide(PD_POLICY_CONDITIONAL, 1000) == PD_CHOSEN && !dec.p);
+        if (how == 2) {
+            good = say((struct who)READY("unix:/good", "prefill"), 1);
+            good->given = 1000000;
+            assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_CHOSEN);
+            assert_ptr_equal(dec.p, good);
+        }
+        for (int i = 0; how == 1 && i < HELD; i++)
+            pd_ledger_release(l, p[i]->at, "unix:/d0", "fixed", 0);
+    }
+    pd_paths_free(paths);
+    paths = NULL;
+    pd_ledger_free(l);
+}
+
+/* Preferred is preferred: what is chosen among near ones stays, also when that is no remote way. */
+static void far_ones_are_not_asked_while_near_ones_are_there(void **state)
+{
+    struct pd_member *p0 = say((struct who)READY("unix:/p0", "prefill"), 1), *d0 = say((struct who)READY("unix:/d0", "decode"), 1);
+    say((struct who)READY("unix:/p1", "prefill"), 1);
+    p0->own = (struct pd_share){ 3, 30000, 300 };       /* the near one has a queue, the far one none */
+    use_paths(racks, (struct pd_paths_opts){ .rule = { PD_DOMAIN_PREFER, PD_NEAR_RACK } });
+    static struct pd_learn learnt;
+    struct pd_need q = need(PD_POLICY_CONDITIONAL);
+    q.paths = paths;
+    q.learn = &learnt;
+    d0->said.load.seqs = 6;
+    q.prompt_tokens = 3000;
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.outcome == PD_CHOSEN && (!dec.p || dec.p == p0));
+    p0->reachable = false;
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.outcome == PD_CHOSEN && dec.p && !strcmp(dec.p->at, "unix:/p1"));
+    pd_learn_free(&learnt);
+}
+
+/* A prompt that a prefill worker can never hold does not go there, to be aborted each time. */
+static void no_prompt_goes_where_it_cannot_be(void **state)
+{
+    struct who small = READY("unix:/p0", "prefill"), both = READY("unix:/b0", "both");
+    small.cap.blocks = 150;     /* 2,400 tokens */
+    both.cap.blocks = 300;
+    both.prefer = "prefill";
+    struct pd_member *p0 = say(small, 1), *b0, *p1;
+    say((struct who)READY("unix:/d0", "decode"), 1);
+    struct pd_need q = need(PD_POLICY_FIXED);
+    q.prompt_tokens = 2400;
+    pd_decide(&reg, &q, &dec);
+    assert_ptr_equal(dec.p, p0);
+    q.prompt_tokens = 2401;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_NO_PREFILL);       /* at once: no wait makes it larger */
+    assert_string_equal(why(p0), "capacity: a prompt of 151 blocks, room to compute 150");
+    b0 = say(both, 1);
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_NO_PREFILL);
+    assert_string_equal(why(b0), "capacity: a prompt of 151 blocks, room to compute 150");
+    p1 = say((struct who)READY("unix:/p1", "prefill"), 1);
+    p1->given = 1000;
+    p1->said.capacity.context = 2400;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_NO_PREFILL);
+    assert_string_equal(why(p1), "capacity: a prompt of 2401 tokens, a context of 2400");
+    p1->said.capacity.context = 4096;
+    pd_decide(&reg, &q, &dec);
+    assert_ptr_equal(dec.p, p1);
+    q.adapter = (struct pd_str){ "lora", 4 };
+    struct pd_str has[] = { q.adapter };
+    reg.first->next->said.adapters = has;
+    reg.first->next->said.n_adapters = 1;
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.outcome == PD_NO_PREFILL && strstr(why(p1), "adapter 'lora'"));
+    reg.first->next->said.n_adapters = 0;
+}
+
+/* Workers that are gone take no rows from those that are there; one that has not been heard of for ten heartbeats has no load that could be gone by. */
+static void the_absent_take_no_rows(void **state)
+{
+    char at[24];
+    for (int i = 0; i < PD_MAX_CANDIDATES + 50; i++) {
+        snprintf(at, sizeof at, "unix:/x%d", i);
+        say((struct who)READY(at, "decode"), 1)->reachable = false;
+    }
+    struct pd_member *m = say((struct who)READY("unix:/there", "decode"), 1);
+    assert_int_equal(decide(PD_POLICY_AGGREGATED, 1000), PD_CHOSEN);
+    assert_true(dec.d == m && dec.left_out == PD_MAX_CANDIDATES + 50 && dec.rec.left_d[PD_X_UNREACHABLE] == PD_MAX_CANDIDATES + 50);
+    m->reachable = false;
+    assert_int_equal(decide(PD_POLICY_AGGREGATED, 1000), PD_WAIT_WORKER);
+    pd_registry_free(&reg);
+    m = say((struct who)READY("unix:/there", "decode"), 1);
+    m->said.beat_us = 1000000;
+    struct pd_need q = need(PD_POLICY_AGGREGATED);
+    q.suspect_us = 60000000;
+    q.now_us = 10000001;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_CHOSEN);
+    q.now_us = 10100001;
+    pd_decide(&reg, &q, &dec);
+    assert_int_equal(dec.outcome, PD_WAIT_WORKER);
+    assert_string_equal(why(m), "stale load 10.1s");
+}
+
 int main(void)
 {
 #define T(f) cmocka_unit_test_teardown(f, clean)
@@ -698,6 +829,7 @@ int main(void)
         T(no_kv_crosses_epochs),
         T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs),
 #define P(f) cmocka_unit_test_teardown(f, clean_paths)
-        P(a_domain_is_required), P(too_many_domains), P(a_breaker_keeps_a_pair_apart), P(who_is_maintained_gets_nothing), P(limits_of_room_and_fallbacks) };
+        P(a_domain_is_required), P(too_many_domains), P(a_breaker_keeps_a_pair_apart), P(who_is_maintained_gets_nothing), P(limits_of_room_and_fallbacks), P(no_hold_is_lost_among_many),
+        P(far_ones_are_not_asked_while_near_ones_are_there), P(no_prompt_goes_where_it_cannot_be), P(the_absent_take_no_rows) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
