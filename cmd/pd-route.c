@@ -241,12 +241,12 @@ static int filter(int *status, struct pd_err *e)
     const struct pd_net *net = pd_net_cli(e);
     int64_t max = pd_cli_max_record(e);
     bool json = pd_cli.format && !strcmp(pd_cli.format, "json");
-    if (workers || stream || early || max_runs || attempts || wait_ || suspect || gone || key_ttl || index_bytes || pd_daemon_cli.metrics || pd_daemon_cli.advertise ||
-        pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
+    if (workers || stream || early || max_runs || attempts || wait_ || suspect || gone || key_ttl || index_bytes || ledger || fallback_max || fallback_rate || model ||
+        chat_template || trace_max || pd_daemon_cli.metrics || pd_daemon_cli.advertise || pd_daemon_cli.ready_fd || pd_daemon_cli.max_conns)
         return pd_fail(e, PD_EUSAGE, "-w between two commands: options of the daemon need --listen (these are not: --policy, --risk, --temperature, --shadow, --profile, "
-                                     "--seed, --trace)");
+                                     "--seed, --topology, --domain, --trace)");
     int rc = !net || max < 0 ? e->code : 0;
-    if (rc || (rc = rules(&o, e)) || (rc = a_number("--seed", seed, 0, INT64_MAX, &o.seed, e)) || (rc = pd_trace_open(trace, "route", "route", &t, e)))
+    if (rc || (rc = rules(&o, e)) || (rc = a_number("--seed", seed, 0, INT64_MAX, &o.seed, e)) || (rc = path_opts(&o, e)) || (rc = pd_trace_open(trace, "route", "route", &t, e)))
         return rc;
     o.policy_given = policy != NULL;
     o.trace = t;

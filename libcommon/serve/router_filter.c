@@ -14,6 +14,8 @@ struct filter {
     struct pd_registry reg;
     struct pd_learn learn;
     struct pd_profile profile;
+    struct pd_topology *topology;
+    struct pd_paths *paths;             /* NULL: there is no topology to go by */
     struct pd_decision decision;
     struct pd_seen seen;
     struct pd_wstream *out;
@@ -47,6 +49,16 @@ static int read_workers(struct filter *f, const char *path, struct pd_err *e)
         rc = add_worker(f, &w[i], e);
     pd_arena_free(&mem);
     return rc;
+}
+
+static int read_topology(struct filter *f, struct pd_err *e)
+{
+    struct pd_paths_opts po = { .rule = f->o->domain, .seed = (uint64_t)f->o->seed };
+    int rc = f->o->topology ? pd_topology_load(f->o->topology, &f->topology, e) : 0;
+    if (rc || !f->topology || (rc = pd_paths_new(&po, &f->paths, e)))
+        return rc;
+    pd_paths_set_topology(f->paths, f->topology);
+    return 0;
 }
 
 static struct pd_str text(const char *s) { return (struct pd_str){ s, s ? strlen(s) : 0 }; }
@@ -132,7 +144,7 @@ static int take(struct filter *f, const struct pd_rec *rec, struct pd_err *e)
         rc = refuse(f, q, &why, "error", e);
         goto out;
     }
-    struct pd_need need = { .policy = f->policy, .policy_n = f->o->policy_n, .rules = &f->o->rules, .learn = &f->learn, .now_us = pd_mono_us(),
+    struct pd_need need = { .policy = f->policy, .policy_n = f->o->policy_n, .rules = &f->o->rules, .learn = &f->learn, .paths = f->paths, .now_us = pd_mono_us(),
         .seed = pd_xxh3(q->run, PD_RUN_LEN, (uint64_t)f->o->seed), .exact = q->has_token_ids, .prompt_tokens = q->has_token_ids ? q->n_token_ids : pd_rt_guess_tokens(q),
         .max_tokens = (uint32_t)q->max_tokens, .n = (uint32_t)q->n, .adapter = q->adapter, .slo = q->slo, .like = -1,
         .deadline_us = q->has & PD_RQ_DEADLINE && q->deadline_ms > 0 && q->deadline_ms < PD_US_MOST / 1000 ? q->deadline_ms * 1000 : 0 };
@@ -164,6 +176,7 @@ int pd_router_filter(const struct pd_router_opts *o, const char *workers, struct
     f->learn.profile = o->profile ? &f->profile : NULL;
     int rc = o->profile ? pd_profile_read(o->profile, &f->profile, e) : 0;
     rc = rc ? rc : read_workers(f, workers, e);
+    rc = rc ? rc : read_topology(f, e);
     while (rc == 0 && !pd_stop_level()) {
         bool bad = false;
         int got = pd_rstream_next(in, 0, &rec, &bad, e);
@@ -189,6 +202,8 @@ int pd_router_filter(const struct pd_router_opts *o, const char *workers, struct
     }
     *status = f->status;
     pd_registry_free(&f->reg);
+    pd_paths_free(f->paths);
+    pd_topology_free(f->topology);
     pd_learn_free(&f->learn);
     pd_profile_free(&f->profile);
     pd_seen_free(&f->seen);

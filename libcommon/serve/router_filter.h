@@ -4,7 +4,7 @@
 #define PD_SERVE_ROUTER_FILTER_H
 #include "../wire/stream.h"
 #include "router.h"
-/* Until the input ends or a signal drains. o: policy, rules, profile, seed, trace. *status: over all requests; a request that nobody may have is answered (blocked)
+/* Until the input ends or a signal drains. o: policy, rules, profile, seed, topology, domain, trace. *status: over all requests; a request that nobody may have is answered (blocked)
  * and not passed on. < 0: a stream error, which ended it. */
 int pd_router_filter(const struct pd_router_opts *o, const char *workers, struct pd_rstream *in, struct pd_wstream *out, int *status, struct pd_err *e);
 #endif

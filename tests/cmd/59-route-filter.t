@@ -53,12 +53,25 @@ ok(x.returncode == 1 and [r["pd"] for r in out] == ["status", "error", "result",
    "other records pass; a bad request is answered, and the next goes on", (x.stderr, out))
 x = route(data=b'{"id":1,"prompt":"x","adapter":"none has it","n":2}\n')
 out = records(run([f"{B}/bin/pd-trace", "cat"], x.stdout).stdout)
-ok(x.returncode == 7 and [r["pd"] for r in out] == ["error", "result", "result"] and out[1]["finish_reason"] == "blocked" and len(out[1]["excluded"]) == 2 and
+ok(x.returncode == 7 and [r["pd"] for r in out] == ["error", "result", "result"] and out[1]["finish_reason"] == "blocked" and len(out[1]["excluded"]) == 3 and
    "adapter" in out[1]["excluded"][0]["reason"], "one that nobody may have is blocked, with the list", (x.stderr, out))
+names = [r["worker"] for r in records(run([f"{B}/bin/pd-trace", "cat"], open(W, "rb").read()).stdout)]
+T = os.path.join(tmp.name, "topology")
+with open(T, "w") as f:
+    for i, n in enumerate(names):
+        f.write(f"domain rack{i} rack\nworker {n} in rack{i}\n")
+x = route("--policy", "fixed", "--topology", T, "--domain", "require:rack", data=b'{"id":1,"prompt":"x"}\n')
+out = records(run([f"{B}/bin/pd-trace", "cat"], x.stdout).stdout)
+ok(x.returncode == 7 and "domain required rack" in x.stderr.decode() and out[-1]["finish_reason"] == "blocked", "--domain holds between two commands too: no pair crosses racks", (x.stderr, out))
+x = route("--policy", "fixed", "--topology", T, "--domain", "prefer:rack", data=b'{"id":1,"prompt":"x"}\n')
+out = records(run([f"{B}/bin/pd-trace", "cat"], x.stdout).stdout)
+ok(x.returncode == 0 and out[0]["route"]["mode"] == "remote", "what is only preferred does not block", (x.stderr, out))
 empty = os.path.join(tmp.name, "empty")
 open(empty, "w").close()
 for args, word, rc in ((["-w", empty], "no worker", 1), (["-w", "/nowhere"], "/nowhere", 1), (["-w", W, "--worker", "unix:x"], "--listen", 2), (["-w", W, "--policy", "x"], "--policy", 2),
-                       (["-w", W, "--wait", "3s"], "--listen", 2)):
+                       (["-w", W, "--domain", "require:rack"], "--topology", 2), (["-w", W, "--topology", "/nowhere"], "/nowhere", 1),
+                       *((["-w", W, o, v], "--listen", 2) for o, v in (("--wait", "3s"), ("--ledger", "L"), ("--fallback-max", "5%"), ("--fallback-rate", "3"), ("-m", TINY),
+                                                                       ("--chat-template", "chatml"), ("--trace-max", "1MiB")))):
     x = run([f"{B}/bin/pd-route", *args], b"")
     ok(x.returncode == rc and word in x.stderr.decode() and one_line(x.stderr), f"pd-route {' '.join(args[::2])}: refused in a line", x.stderr)
 
