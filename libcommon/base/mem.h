@@ -31,7 +31,7 @@ int pd_buf_printf(struct pd_buf *b, struct pd_err *e, const char *fmt, ...) __at
 void pd_buf_free(struct pd_buf *b);
 
 /* Arena: many small pieces freed at once. Zero-initialise. Pieces are 16-byte aligned and zeroed. */
-struct pd_arena { struct pd_arena_chunk *head; size_t used /* of all that was asked for */; };
+struct pd_arena { struct pd_arena_chunk *head; size_t used; };
 void *pd_arena_alloc(struct pd_arena *a, size_t n, size_t size, struct pd_err *e);
 void *pd_arena_dup(struct pd_arena *a, const void *p, size_t n, struct pd_err *e);      /* adds one NUL byte after */
 void pd_arena_free(struct pd_arena *a);
