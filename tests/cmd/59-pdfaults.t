@@ -155,8 +155,7 @@ for r in runs:
 s.ok(D.until({"expected": 20})[0], "they wait for their KV", D.ledger())
 for r in runs:
     s.R.event(r["run"], "fallback")
-    s.R.local(r, D, new=False, fallback="prefill_failed: out of paper")
-    s.R.local(r, D, new=False, fallback="said twice")
+    s.R.to(D).send(*(s.R.route(r, "local", None, D, fallback=f) for f in ("prefill_failed: out of paper", "said twice")))      # at once: a run takes less than a millisecond
 s.ok(s.R.wait(runs) and results(s.R, runs) == FILTER and {s.R.result(r)["fallback"] for r in runs} == {"prefill_failed: out of paper"}, "computed there, for the router's reason", why(s.R, runs))
 s.end()
 

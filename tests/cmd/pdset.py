@@ -115,10 +115,10 @@ class Conn:
         self.u = msgpack.Unpacker(max_buffer_size=1 << 28)
         self.gone = False
 
-    def send(self, rec):
+    def send(self, *recs):
         self.s.setblocking(True)
         try:
-            self.s.sendall(msgpack.packb(rec))
+            self.s.sendall(b"".join(map(msgpack.packb, recs)))
         except OSError:
             self.gone = True
         self.s.setblocking(False)
