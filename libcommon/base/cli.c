@@ -1,5 +1,6 @@
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #include "cli.h"
 #include "log.h"
@@ -32,11 +33,22 @@ static void guard_standard_fds(void)
             return;
 }
 
+/* Connections, and slabs of KV of one's own and of peers, are a descriptor each. */
+static void allow_descriptors(void)
+{
+    struct rlimit r;
+    if (getrlimit(RLIMIT_NOFILE, &r) || r.rlim_cur >= r.rlim_max)
+        return;
+    r.rlim_cur = r.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &r);
+}
+
 int pd_cli_parse(const char *program, const struct poptOption *table, const char *args_help, int argc, const char **argv, void (*version)(void), const char ***args)
 {
     static const char *none[] = { NULL };
     int rc;
     guard_standard_fds();
+    allow_descriptors();
     pd_log_init(program, 0, false);
     pd_stop_init();
     if (!(context = poptGetContext(program, argc, argv, table, 0))) {

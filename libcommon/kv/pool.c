@@ -8,6 +8,7 @@
 #include "slab.h"
 
 #define SLAB_BYTES ((size_t)64 << 20)
+#define LARGE_BLOCK ((size_t)8 << 20)   /* larger ones have a slab each */
 
 struct slab {
     uint8_t *map;
@@ -52,6 +53,21 @@ static int check_geom(const struct pd_pool_geom *g, size_t *layer_bytes, size_t 
     return 0;
 }
 
+/* How many blocks a slab has. Slabs are of one size, so that one offset (layer, k or v) serves every block, and of several blocks wherever that is not much
+ * memory at once: each is a descriptor, here and at who maps it, and only within a slab do neighbours become one run. No more of them than a peer maps.
+ * They share the blocks evenly, so that little of the last one's is never given: under 1/32 of the memory. */
+static size_t share(size_t max_blocks, size_t block_bytes)
+{
+    size_t most = block_bytes > LARGE_BLOCK ? 1 : SLAB_BYTES / block_bytes;
+    while ((max_blocks + most - 1) / most > PD_SLABS_MAX)
+        most *= 2;
+    for (size_t n = (max_blocks + most - 1) / most;; n++) {
+        size_t per = (max_blocks + n - 1) / n, slabs = (max_blocks + per - 1) / per;
+        if (32 * (slabs * per - max_blocks) <= max_blocks)
+            return per;
+    }
+}
+
 int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool **out, struct pd_err *e)
 {
     size_t layer_bytes = 0, block_bytes = 0;
@@ -61,16 +77,10 @@ int pd_pool_new(const struct pd_pool_geom *g, int64_t max_bytes, struct pd_pool 
     if (max_bytes < 1 || (size_t)max_bytes < block_bytes)
         return pd_fail(e, PD_ENOMEM, "KV pool of %lld bytes holds no block of %zu bytes (give --kv-mem at least that)", (long long)max_bytes, block_bytes);
 
-    /* Slabs of one size, so that one offset (layer, k or v) serves every block. They share the blocks evenly: the last slab has fewer than n_slabs blocks that
-     * are never given, under 1/64 of the memory because large blocks get a slab each. */
-    size_t max_blocks = (size_t)max_bytes / block_bytes, per_slab = SLAB_BYTES / block_bytes;
-    if (per_slab < 64)
-        per_slab = 1;
+    size_t max_blocks = (size_t)max_bytes / block_bytes;
     if (max_blocks > UINT32_MAX / 2)
         max_blocks = UINT32_MAX / 2;
-    size_t n_slabs = (max_blocks + per_slab - 1) / per_slab;
-    per_slab = (max_blocks + n_slabs - 1) / n_slabs;
-    n_slabs = (max_blocks + per_slab - 1) / per_slab;
+    size_t per_slab = share(max_blocks, block_bytes), n_slabs = (max_blocks + per_slab - 1) / per_slab;
 
     struct pd_pool *p = pd_calloc(1, sizeof *p, "KV pool", e);
     if (!p)

@@ -172,10 +172,12 @@ int pd_slabs_blocks(const struct pd_slabs *s, const struct pd_payload_run *runs,
         const struct pd_payload_run *r = &runs[i];
         uint64_t slab = r->base / g->slab_bytes, first = r->base % g->slab_bytes / g->layer_bytes, many = r->len / g->layer_bytes;
         if (r->stride != stride || r->count != 2 * g->layers || r->base % g->slab_bytes % g->layer_bytes || !many || r->len % g->layer_bytes ||
-            slab >= PD_SLABS_MAX ||
             first >= g->slab_blocks || many > g->slab_blocks - first || many > n_blocks - n)
             return pd_fail(e, PD_ECORRUPT, "payload.runs[%u] (base %llu, stride %llu, count %u, len %llu) names no %u blocks in slabs of %llu bytes", i,
                            (unsigned long long)r->base, (unsigned long long)r->stride, r->count, (unsigned long long)r->len, n_blocks, (unsigned long long)g->slab_bytes);
+        if (slab >= PD_SLABS_MAX)
+            return pd_fail(e, PD_EINCOMPAT, "payload.runs[%u] lies in slab %llu of the peer; at most %d are mapped (let it have less --kv-mem, or give by another --via)",
+                           i, (unsigned long long)slab, PD_SLABS_MAX);
         wait |= !s->one[slab].map;
         for (uint64_t k = 0; k < many; k++)
             blocks[n++] = (uint32_t)(slab * g->slab_blocks + first + k);

@@ -446,7 +446,6 @@ static int listen_all(struct pd_daemon *d, struct pd_err *e)
 
 int pd_daemon_new(const struct pd_daemon_opts *o, const struct pd_daemon_hooks *hooks, struct pd_daemon **out, struct pd_err *e)
 {
-    struct rlimit r;
     struct pd_daemon *d = pd_calloc(1, sizeof *d, "a daemon", e);
     int rc = PD_ENOMEM;
     if (!d)
@@ -458,10 +457,6 @@ int pd_daemon_new(const struct pd_daemon_opts *o, const struct pd_daemon_hooks *
     d->conns.ctx = d;
     if (!d->o.beat_us)
         d->o.beat_us = BEAT_US;
-    if (!getrlimit(RLIMIT_NOFILE, &r) && r.rlim_cur < r.rlim_max) {
-        r.rlim_cur = r.rlim_max;
-        setrlimit(RLIMIT_NOFILE, &r);
-    }
     if (!(d->entry = pd_calloc((size_t)o->n_entry + 2, sizeof *d->entry, "a table", e)))
         goto out;
     d->entry[0] = (struct pd_entry){ "status", &query_cb, d, true };

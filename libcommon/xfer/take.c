@@ -114,7 +114,7 @@ static int find_memory(struct pd_move *m, struct pd_err *e)
         return rc;
     struct pd_pool_stats s = pd_pool_stats(m->x->o.pool);
     if (plan.n_blocks > PD_SLABS_MAX * (uint64_t)m->x->theirs.slab_blocks)
-        return pd_fail(e, PD_ECORRUPT, "run %s: %u blocks are more than the peer's slabs can hold (%u here)", m->run, plan.n_blocks, s.max);
+        return pd_fail(e, PD_EINCOMPAT, "run %s: %u blocks are more than the peer's slabs can hold (%u here)", m->run, plan.n_blocks, s.max);
     if (!m->from_blocks && !(m->from_blocks = pd_calloc(plan.n_blocks, sizeof *m->from_blocks, "the peer's block table", e)))
         return PD_ENOMEM;
     return m->tr->ready(m->path, &m->desc.payload, plan.n_blocks, &m->from, m->from_blocks, e);

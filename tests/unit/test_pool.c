@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <cmocka.h>
-#include "../../libcommon/kv/pool.h"
+#include "../../libcommon/kv/slab.h"
 
 static const struct pd_pool_geom small = { .layers = 3, .kv_heads = 2, .head_dim = 8, .block_size = 16, .dtype = PD_F16 };
 
@@ -219,6 +219,31 @@ static void a_large_block_has_its_slab(void **state)
     pd_pool_free(p);
 }
 
+/* As large models have them: a slab holds several, at most 1024 slabs hold a pool, and little of the memory is never given. */
+static void slabs_hold_several_blocks(void **state)
+{
+    static const struct { int layers, heads, dim; int64_t bytes; uint32_t per; } t[] = {
+        { 32, 8, 128, 4ll << 30, 32 }, { 32, 8, 128, 24ll << 30, 32 }, { 32, 8, 128, 400ll << 30, 256 }, { 80, 8, 128, 4ll << 30, 12 }, { 80, 8, 128, 120ll << 30, 24 },
+        { 32, 32, 128, 4ll << 30, 8 }, { 80, 64, 128, 4ll << 30, 1 }, { 80, 64, 128, 400ll << 30, 16 } };
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        struct pd_pool_geom g = { .layers = t[i].layers, .kv_heads = t[i].heads, .head_dim = t[i].dim, .block_size = 16, .dtype = PD_F16 };
+        struct pd_pool *p = make(&g, t[i].bytes);
+        uint32_t per = pd_pool_slab_blocks(p), max = pd_pool_stats(p).max, slabs = (max + per - 1) / per;
+        if (per > t[i].per || 2 * per < t[i].per || slabs > PD_SLABS_MAX || max != (uint64_t)t[i].bytes / block_bytes(p) || 32 * (uint64_t)(slabs * per - max) > max)
+            fail_msg("%zu: %u blocks in %u slabs of %u", i, max, slabs, per);
+        pd_pool_free(p);
+    }
+    for (int heads = 1; heads <= 64; heads *= 2)        /* any size */
+        for (uint32_t n = 1; n < 3000; n++) {
+            struct pd_pool_geom g = { .layers = 32, .kv_heads = heads, .head_dim = 128, .block_size = 16, .dtype = PD_F16 };
+            struct pd_pool *p = make(&g, (int64_t)n * heads << 18);
+            uint32_t per = pd_pool_slab_blocks(p), slabs = (n + per - 1) / per;
+            if (pd_pool_stats(p).max != n || slabs > PD_SLABS_MAX || 32 * (slabs * per - n) > n)
+                fail_msg("%d heads, %u blocks: %u slabs of %u", heads, n, slabs, per);
+            pd_pool_free(p);
+        }
+}
+
 static void slabs_are_sealed(void **state)
 {
     struct pd_pool *p = make(&small, 1 << 20);
@@ -247,7 +272,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(blocks_are_apart_and_stay), cmocka_unit_test(counts_hold), cmocka_unit_test(reuse_is_zeroed),
         cmocka_unit_test(a_full_pool_says_numbers), cmocka_unit_test(limits_are_kept), cmocka_unit_test(many_slabs), cmocka_unit_test(slabs_are_made_ahead),
-        cmocka_unit_test(a_large_block_has_its_slab), cmocka_unit_test(slabs_are_sealed),
+        cmocka_unit_test(a_large_block_has_its_slab), cmocka_unit_test(slabs_hold_several_blocks), cmocka_unit_test(slabs_are_sealed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -143,8 +143,51 @@ static void the_owner_dies(void **state)
     munmap((void *)(uintptr_t)map, bytes);
 }
 
+/* The part of an offer that says where 32 layers x 8,192 neighbouring blocks of a large model lie is under 64 KiB; no memory is needed to say it. */
+static void where_many_blocks_lie(void **state)
+{
+    enum { BLOCKS = 8192 };
+    const struct pd_pool_geom g = { .layers = 32, .kv_heads = 8, .head_dim = 128, .block_size = 16, .dtype = PD_F16 };
+    static uint32_t b[BLOCKS], back[BLOCKS];
+    static struct pd_payload_run runs[BLOCKS];
+    struct pd_slab_shape shape;
+    struct pd_slabs *s;
+    struct pd_pool *p;
+    struct pd_err e;
+    struct fix f;
+    size_t bytes[2];
+    fix_make(&f, &geom, 50, 3, 1);
+    assert_int_equal(pd_pool_new(&g, 20ll << 30, &p, &e), 0);
+    for (uint32_t i = 0; i < BLOCKS; i++)
+        b[i] = 100 + i;
+    for (int with = 0; with < 2; with++) {
+        struct pd_buf out = { 0 };
+        f.d.offer = true;
+        f.d.payload.runs = with ? runs : NULL;
+        f.d.payload.n_runs = with ? pd_slab_runs(p, b, BLOCKS, runs) : 0;
+        assert_int_equal(pd_kvdesc_encode(&f.d, &out, &e), 0);
+        bytes[with] = out.n;
+        pd_buf_free(&out);
+    }
+    assert_in_range(bytes[1] - bytes[0], 1, (64 << 10) - 1);
+    pd_slab_shape_of(p, &shape);
+    assert_int_equal(pd_slabs_new(&shape, &s, &e), 0);
+    assert_int_equal(pd_slabs_blocks(s, runs, f.d.payload.n_runs, BLOCKS, back, &e), 1);
+    assert_memory_equal(b, back, sizeof b);
+    /* more slabs than a peer maps: no lie, but it cannot go this way */
+    uint64_t at = runs[0].base;
+    runs[0].base += PD_SLABS_MAX * shape.slab_bytes;
+    FAILS_WITH(pd_slabs_blocks(s, runs, f.d.payload.n_runs, BLOCKS, back, &e), PD_EINCOMPAT, "at most 1024 are mapped");
+    runs[0].base = at;
+    f.d.payload.runs = NULL;
+    f.d.payload.n_runs = 0;
+    pd_slabs_free(s);
+    pd_pool_free(p);
+    fix_free(&f);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = { cmocka_unit_test(only_what_is_safe_is_mapped), cmocka_unit_test(runs_name_blocks), cmocka_unit_test(the_owner_dies) };
+    const struct CMUnitTest tests[] = { cmocka_unit_test(only_what_is_safe_is_mapped), cmocka_unit_test(runs_name_blocks), cmocka_unit_test(where_many_blocks_lie), cmocka_unit_test(the_owner_dies) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
