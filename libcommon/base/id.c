@@ -19,7 +19,7 @@ static struct {
     uint64_t counter;
 } me;
 
-static int draw(void *p, size_t n, struct pd_err *e)
+int pd_random(void *p, size_t n, struct pd_err *e)
 {
     for (size_t got = 0; got < n;) {
         ssize_t k = getrandom((uint8_t *)p + got, n - got, 0);
@@ -34,7 +34,7 @@ static int be_alive(struct pd_err *e)
 {
     if (me.pid == getpid())
         return 0;
-    int rc = draw(me.life, sizeof me.life, e);
+    int rc = pd_random(me.life, sizeof me.life, e);
     if (rc)
         return rc;
     me.pid = getpid();
@@ -58,7 +58,7 @@ int pd_run_new(char run[PD_RUN_LEN + 1], struct pd_err *e)
     uint64_t now = (uint64_t)pd_wall_us() / 1000;
     if (!rc) {
         if (now > me.ms) {
-            rc = draw(me.rand, sizeof me.rand, e);
+            rc = pd_random(me.rand, sizeof me.rand, e);
             if (!rc)
                 me.ms = now;
         } else if (!increment(me.rand))     /* same millisecond, or the clock went back */

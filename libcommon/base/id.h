@@ -11,5 +11,6 @@
 int pd_run_new(char run[PD_RUN_LEN + 1], struct pd_err *e);     /* monotonic within a process */
 bool pd_run_valid(const char *s, size_t n);
 int pd_gen_new(uint8_t gen[PD_GEN_LEN], struct pd_err *e);
+int pd_random(void *p, size_t n, struct pd_err *e);     /* what nobody can guess */
 void pd_hex(const uint8_t *p, size_t n, char *out /* 2n+1 */);
 #endif

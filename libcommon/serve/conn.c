@@ -15,6 +15,7 @@ enum {
     HIGH = 1 << 20,
     TURN = 1 << 18,             /* bytes that one connection reads or writes in one turn of the loop, so that others have theirs */
     PIECES = 64,
+    LATE_MOST = 64 << 20,       /* of a peer that reads no more and goes on writing: more than any socket's buffer */
     LINGER_US = 500000          /* for a peer that we have done with and that still writes: it is to see our last words, not a reset */
 };
 
@@ -501,6 +502,11 @@ static int receive(struct pd_conn *c, size_t *budget)
         return rc;
     }
     pd_rstream_fed(c->in, (size_t)k);
+    c->late += c->hup ? (size_t)k : 0;
+    if (c->late > LATE_MOST) {
+        pd_conn_die(c, &c->why);
+        return c->why.code;
+    }
     return 1;
 }
 
@@ -528,7 +534,7 @@ static void input(struct pd_conn *c)
     size_t budget = TURN;
     bool more = true;           /* as far as we know */
     c->busy = true;
-    while (more && (budget || c->hup) && may_read(c)) {
+    while (more && budget && may_read(c)) {
         struct pd_rec rec;
         struct pd_err e = { 0 };
         bool bad;

@@ -37,6 +37,7 @@ struct pd_conn {
     bool finishing;             /* nothing more is put */
     bool dry;                   /* the last pull gave nothing */
     bool hup, lingering;
+    size_t late;                /* read since it reads no more: what was on its way is taken, and no more than can be */
     bool dying, no_gone, buried;        /* buried: its last turn has begun */
     bool queued, busy;          /* busy: inside input(), which must not be entered again */
     bool first;                 /* no record has been given out yet, or the first one is in hand */

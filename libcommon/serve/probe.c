@@ -10,7 +10,7 @@
 #include "probe.h"
 #include "sender_chan.h"
 
-enum { BLOCK = 4096, PAD = 1 << 20, PINGS = 200, MAX_N = 200, PIECES = 256 };
+enum { STEP_RECORDS = 64, BLOCK = 4096, PAD = 1 << 20, PINGS = 200, MAX_N = 200, PIECES = 256 };
 static const uint64_t sizes[] = { 4ull << 10, 16ull << 10, 64ull << 10, 256ull << 10, 1ull << 20, 4ull << 20, 16ull << 20, 64ull << 20, 256ull << 20 };
 #define PATIENCE_US 30000000
 
@@ -24,7 +24,7 @@ struct probe {
     struct pd_buf fp;
     uint32_t *blocks, n_blocks;
     int32_t *tokens;
-    bool ready, pong;
+    bool ready, pong, more /* records came that no step has looked at */;
     struct pd_move *m;
     int64_t verified_us;
     struct pd_err failed;               /* of the move */
@@ -108,12 +108,13 @@ static int step(struct probe *p, int wait_ms, struct pd_err *e)
         return rc;
     struct pollfd f[3] = { { .fd = p->c.fd, .events = (short)(POLLIN | (rc == 1 ? POLLOUT : 0)) }, { .fd = p->c.raw, .events = p->c.raw_waits ? POLLOUT : 0 },
                            { .fd = pd_xfer_fd(p->c.x), .events = POLLIN } };
-    bool held = p->c.tls && pd_tls_pending(p->c.tls);
+    bool held = p->more || (p->c.tls && pd_tls_pending(p->c.tls));
     if (!held && poll(f, 3, wait_ms) < 0 && errno != EINTR)
         return pd_fail_sys(e, "poll");
     if (!held && !(f[0].revents & (POLLIN | POLLHUP | POLLERR)))
         return 0;
-    while ((rc = pd_chan_next(&p->c, &rec, &bad, now, e)) == 1) {
+    p->more = true;
+    for (int i = 0; i < STEP_RECORDS && (p->more = (rc = pd_chan_next(&p->c, &rec, &bad, now, e)) == 1); i++) {
         struct pd_arena mem = { 0 };
         struct pd_status s;
         if (rec.kind == PD_K_STATUS && pd_status_decode(rec.p, rec.n, &mem, &s, e) == 0 && !strcmp(s.state, "open"))
@@ -229,7 +230,8 @@ static int pad(struct probe *p, uint64_t bytes, const uint8_t *what, int64_t *us
             if (rc == 1) {
                 struct pollfd f = { .fd = p->c.fd, .events = POLLOUT };
                 poll(&f, 1, 1000);
-                rc = pd_stop_level() ? pd_fail(e, PD_ECANCEL, "interrupted") : pd_mono_us() - from > PATIENCE_US ? lost(p, "nothing is read there", e) : 0;
+                rc = pd_stop_level() ? pd_fail(e, PD_ECANCEL, "interrupted") : pd_mono_us() - from <= PATIENCE_US ? 0 :
+                     pd_fail(e, PD_ETIME, "%s: %llu bytes were not read within %d s", p->o->at, (unsigned long long)bytes, PATIENCE_US / 1000000);
             }
             for (; at < 2 && wrote; at += !v[at].iov_len) {
                 size_t one = wrote < v[at].iov_len ? wrote : v[at].iov_len;
@@ -370,8 +372,10 @@ int pd_probe_run(const struct pd_probe_opts *opts, struct pd_probe *out, struct 
         rc = ping(&p, e);
         us[i] = pd_mono_us() - us[i];
     }
-    out->ping_p50_us = at_share(us, PINGS, 0.5);
-    out->ping_p99_us = at_share(us, PINGS, 0.99);
+    if (!rc) {
+        out->ping_p50_us = at_share(us, PINGS, 0.5);
+        out->ping_p99_us = at_share(us, PINGS, 0.99);
+    }
     const char *scheme;
     for (uint32_t k = 0; !rc && (scheme = pd_xfer_scheme(p.c.x, k)); k++)
         for (size_t i = 0; !rc && i < sizeof sizes / sizeof *sizes && sizes[i] <= max && !(p.c.raw_dead && !strcmp(scheme, "shm")); i++)
@@ -380,6 +384,10 @@ int pd_probe_run(const struct pd_probe_opts *opts, struct pd_probe *out, struct 
                 rc = 0;
                 break;
             }
+    if (rc == PD_ETIME && out->n_rows) {        /* too slow for so much: what was measured counts, the connection is of no more use */
+        out->cut = *e;
+        rc = 0;
+    }
     pd_progress_end();
 out:
     pd_free(room);

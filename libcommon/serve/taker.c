@@ -298,16 +298,10 @@ static void early_over(struct pd_taker *t, const struct pd_move *m, const char *
         }
 }
 
-/* About: tokens, blocks, text. */
-static size_t desc_bytes(const struct pd_kvdesc *d)
-{
-    return d->n_tokens * sizeof *d->token_ids + d->payload.n_runs * sizeof *d->payload.runs + d->fp_fields.n + d->request.prompt.n + d->payload.where.n;
-}
-
 static void keep_early(struct pd_taker *t, struct pd_move *m, struct pd_link *k)
 {
     const struct pd_kvdesc *d = pd_move_desc(m);
-    size_t bytes = desc_bytes(d);
+    size_t bytes = pd_move_memory(m);
     if (t->n.early >= PD_TAKER_EARLY || bytes > EARLY_BYTES - t->early_bytes) {
         char why[120];
         snprintf(why, sizeof why, "nobody has asked for this run here, and %u offers wait for theirs already", t->n.early);

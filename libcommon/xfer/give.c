@@ -190,6 +190,14 @@ bool pd_give_in_place(const struct pd_move *m, int32_t *pid, uint64_t *start)
 
 /* ---- what the peer says ---- */
 
+/* What it let us write into is not written into. */
+static void decline(struct pd_xfer *x, const struct pd_accept *r)
+{
+    for (uint32_t i = 0; i < x->n_via && r->n_target; i++)
+        if (x->via[i]->decline)
+            x->via[i]->decline(x->path[i], r);
+}
+
 int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
 {
     struct pd_arena a = { 0 };
@@ -204,9 +212,8 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
     if (m && m->state == M_CANCELLING)
         x->n.late++;
     if (!m || m->state == M_CANCELLING) {
-        for (uint32_t i = 0; i < x->n_via && r.n_target && !rc; i++)
-            if (x->via[i]->decline)
-                x->via[i]->decline(x->path[i], &r);
+        if (!rc)
+            decline(x, &r);
         goto out;
     }
     if (m->state != M_OFFERED)
@@ -220,6 +227,7 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
     struct pd_reader who = reader(m, false);
     if (pd_lease_read(x->o.leases, m->lease, m->gen, &who, x->now, &e)) {       /* it ran out, and the sweep has not come by yet */
         pd_x_fail(m, &e, "ended");
+        decline(x, &r);
         goto out;
     }
     if (m->tr->aim && (r.n_target || (r.tag && m->tr->stream))) {

@@ -278,8 +278,10 @@ int pd_xfer_new(const struct pd_xfer_opts *o, int64_t now, struct pd_xfer **out,
         h->slab_bytes = s.slab_bytes;
         h->slab_blocks = s.slab_blocks;
     }
-    int rc = pd_gen_new(h->conn, e);    /* a name that no other connection has; its first half is this life */
-    memcpy(h->life, h->conn, sizeof h->life);
+    uint8_t gen[PD_GEN_LEN];
+    int rc = pd_gen_new(gen, e);
+    memcpy(h->life, gen, sizeof h->life);
+    rc = rc ? rc : pd_random(h->conn, sizeof h->conn, e);       /* who knows it attaches streams: not to be guessed by who knows this life */
     rc = rc ? rc : pd_sha256(o->fp_fields.p, o->fp_fields.n, h->fp_sha, e);
     rc = rc ? rc : pd_x_hello_make(x, e);
     rc = rc ? rc : pd_hello_encode(h, pd_out_buf(&x->out), e);

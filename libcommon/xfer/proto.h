@@ -42,7 +42,7 @@ struct pd_xfer_opts {
     struct pd_pool *pool;               /* giving: payload is read from it; taking: written to it */
     struct pd_leases *leases;           /* giving: the ledger */
     int32_t peer_pid; uint64_t peer_start;      /* of a peer on this host (SO_PEERCRED, pd_proc_start), for the reconciler; or 0 */
-    /* Limits, us; 0: the default. hello 2 s: until the peer's hello, and then, giving by tcp, until a stream of data stands; accept 5 s: until an offer is answered, or its slabs are mapped; stall 10 s: without
+    /* Limits, us; 0: the default. hello 2 s: until the peer's hello, and then, giving by tcp, until a stream of data stands; accept 5 s: until an offer is answered, or its slabs are mapped; stall 30 s: without
      * progress; cancel 1 s: until a cancel is acknowledged. */
     int64_t hello_us, accept_us, stall_us, cancel_us;
 };
@@ -132,6 +132,7 @@ void pd_take_release(struct pd_move *m, int64_t now);
 const struct pd_import *pd_take_import(const struct pd_move *m);       /* after pd_take, until the move is over or its blocks were taken: what has come; or NULL */
 struct pd_import *pd_take_park(struct pd_move *m);              /* at PD_XE_FAILED by loss: the part that was verified, or NULL; pd_import_free */
 const struct pd_kvdesc *pd_move_desc(const struct pd_move *m);  /* taking: the offer, from TAKEN on the kv */
+size_t pd_move_memory(const struct pd_move *m);                 /* taking: what its offer takes here, until it is answered */
 uint32_t pd_take_held(const struct pd_move *m);                 /* of `held`, the blocks that are used and were not sent; until TAKEN is dealt with */
 /* Tell the giver, on a new connection, what UNACKED left open. lease: of the offer; NULL where it named none. A move of its own, whose only event is RELEASED,
  * or UNACKED again. PD_ENOMEM: too many are open. */

@@ -482,7 +482,7 @@ static int broken(struct path *p, const struct ibv_wc *w)
         pd_rdma_shun(p->gid);
     snprintf(text, sizeof text, denied ? "%s lets nobody write there (any more): %s" : gone ? "%s does not answer: %s" : "writing to %s: %s", p->peer,
              ibv_wc_status_str(w->status));
-    return die(p, denied ? PD_ETIME : PD_ECANCEL, text);
+    return die(p, PD_ECANCEL, text);   /* the others of the connection go on over the next */
 }
 
 static int took_immediate(struct path *p, uint32_t imm)

@@ -11,7 +11,7 @@
 #include "../wire/frame.h"
 #include "proto.h"
 
-enum { MAX_FDS = 32, MAX_PACKET = 4096, SUMS = 8 /* chunks hashed in one go */ };
+enum { MAX_FDS = 32, MAX_PACKET = 4096, SUMS = 8 /* chunks hashed in one go */, PACKETS = 8 /* read in one go: to map a slab takes a while, and others wait for their turn */ };
 
 struct path {
     bool giving;
@@ -191,7 +191,7 @@ static int poll_fds(void *path, int sock, struct pd_err *e)
 {
     struct path *p = path;
     bool mapped = false;
-    for (;;) {
+    for (int i = 0; i < PACKETS; i++) {         /* what is left wakes us again */
         union { struct cmsghdr align; char room[CMSG_SPACE(MAX_FDS * sizeof(int))]; } c;
         struct iovec v = { p->in + p->n_in, sizeof p->in - p->n_in };
         struct msghdr m = { .msg_iov = &v, .msg_iovlen = 1, .msg_control = c.room, .msg_controllen = sizeof c.room };
@@ -205,9 +205,9 @@ static int poll_fds(void *path, int sock, struct pd_err *e)
         for (struct cmsghdr *h = CMSG_FIRSTHDR(&m); h; h = CMSG_NXTHDR(&m, h)) {
             if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS)
                 continue;
-            for (size_t i = 0; i < (h->cmsg_len - CMSG_LEN(0)) / sizeof(int); i++) {
+            for (size_t k = 0; k < (h->cmsg_len - CMSG_LEN(0)) / sizeof(int); k++) {
                 int fd;
-                memcpy(&fd, CMSG_DATA(h) + i * sizeof fd, sizeof fd);
+                memcpy(&fd, CMSG_DATA(h) + k * sizeof fd, sizeof fd);
                 if (p->n_fds < MAX_FDS)
                     p->fds[p->n_fds++] = fd;
                 else {
@@ -235,6 +235,7 @@ static int poll_fds(void *path, int sock, struct pd_err *e)
         if (rc)
             return rc;
     }
+    return mapped;
 }
 
 static int ready(void *path, const struct pd_payload *y, uint32_t n_blocks, struct pd_slabs **from, uint32_t *blocks, struct pd_err *e)

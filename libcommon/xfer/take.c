@@ -36,6 +36,7 @@ struct pd_import *pd_take_park(struct pd_move *m)
 
 const struct pd_import *pd_take_import(const struct pd_move *m) { return m->im; }
 const struct pd_kvdesc *pd_move_desc(const struct pd_move *m) { return &m->desc; }
+size_t pd_move_memory(const struct pd_move *m) { return m->arena.used + (m->from_blocks ? m->desc.n_tokens / m->desc.layout.block_size * sizeof *m->from_blocks : 0); }
 uint32_t pd_take_held(const struct pd_move *m) { return m->im ? pd_import_held(m->im) : 0; }
 bool pd_take_in_place(const struct pd_move *m) { return m->in_place; }
 
@@ -134,13 +135,14 @@ static void offer_on(struct pd_move *m)
     }
 }
 
-/* The hand-over of that run, but for what is only a release. */
+/* The hand-over of that run, but for what is only a release. One that is being cancelled stays a while beside the one that came after it. */
 static struct pd_move *under_way(struct pd_xfer *x, const char *run)
 {
-    struct pd_move *m = x->moves;
-    while (m && (m->state == M_OVER || m->told_again || strcmp(m->run, run)))
-        m = m->next;
-    return m;
+    struct pd_move *found = NULL;
+    for (struct pd_move *m = x->moves; m; m = m->next)
+        if (m->state != M_OVER && !m->told_again && !strcmp(m->run, run) && (!found || found->state == M_CANCELLING))
+            found = m;
+    return found;
 }
 
 int pd_x_take_offer(struct pd_xfer *x, const void *rec, size_t n)

@@ -555,10 +555,13 @@ static void come_up(struct path *p, struct stream *s)
         if ((s->at_head += (size_t)k) < sizeof here)
             continue;
         s->at_head = 0;
-        if (memcmp(s->head, here, sizeof here)) {
+        uint8_t more;
+        if (memcmp(s->head, here, sizeof here) || get(p, s, &(struct iovec){ &more, 1 }, 1) > 0) {
             end_stream(p, s, "what answers there is not the taker");
             return;
         }
+        if (s->state == S_OVER)
+            return;
         s->state = S_UP;
         p->n_up++;
     }
@@ -583,10 +586,9 @@ static int progress(void *path, struct pd_err *e)
         } else if (!p->giving)
             read_some(p, s, &any);
         else {
-            if (ev[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {       /* nobody says anything on it: it has ended */
-                char c;
-                get(p, s, &(struct iovec){ &c, 1 }, 1);
-            }
+            char c;
+            if (ev[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR) && get(p, s, &(struct iovec){ &c, 1 }, 1) > 0)   /* it has ended, else: */
+                die(p, PD_ECORRUPT, "the decode side wrote on a stream of data, where it has nothing to say");
             if (ev[i].events & EPOLLOUT && !p->dead.code && s->state == S_UP) {
                 if (s->tls && pd_tls_flush(s->tls) < 0)
                     failed(p, s, "cannot be written");

@@ -202,6 +202,48 @@ static void a_client_that_vanishes_is_gone(void **state)
     assert_non_null(strstr(why, "unix:T: the peer went away"));
 }
 
+/* A peer that reads no more and never stops writing: others have their turns, and it is read only so far. */
+static uint64_t said;
+static int turns;
+static void say_on(struct pd_conn *c, const struct pd_rec *r)
+{
+    static const uint8_t zero[3000];
+    static const struct iovec v[2] = { { (void *)(uintptr_t)"\x81\xa1" "a\xc5\x0b\xb8", 6 }, { (void *)(uintptr_t)zero, sizeof zero } };
+    kept.n = 0;
+    if (!said)
+        pd_conn_put(c, tiny, TINY, &e);
+    for (struct msghdr m = { .msg_iov = (struct iovec *)(uintptr_t)v, .msg_iovlen = 2 }; said < 200 << 20;) {
+        ssize_t k = sendmsg(peer, &m, MSG_DONTWAIT);
+        if (k < 0)
+            return;
+        assert_int_equal(k, sizeof zero + 6);
+        said += (size_t)k;
+    }
+}
+static void another_turn(void *ctx)
+{
+    turns++;
+    if (conn)
+        pd_timer_in(*(struct pd_timer **)ctx, 0, &e);
+}
+static void a_writer_that_does_not_read_has_only_its_turns(void **state)
+{
+    struct pd_timer *t;
+    said = 0;
+    turns = 0;
+    on_rec = say_on;
+    assert_int_equal(pd_timer_new(loop, another_turn, &t, &t, &e), 0);
+    assert_int_equal(pd_timer_in(t, 0, &e), 0);
+    shutdown(peer, SHUT_RD);
+    say(tiny, TINY);
+    run_for(500000);
+    pd_timer_free(t);
+    assert_null(conn);
+    assert_non_null(strstr(why, "the peer went away"));
+    assert_in_range(said, 60 << 20, 100 << 20);
+    assert_in_range(turns, 100, 1 << 30);
+}
+
 static void who_has_all_answers_leaves_in_good_order(void **state)
 {
     say(tiny, TINY);
@@ -645,7 +687,7 @@ int main(void)
 #define T(f) cmocka_unit_test_setup_teardown(f, begin, end)
     const struct CMUnitTest tests[] = {
         T(answers_have_the_form_of_the_questions), T(json_is_answered_in_json), T(a_record_that_json_cannot_carry_fails_alone), T(answers_owed_keep_a_half_closed_client),
-        T(a_client_that_vanishes_is_gone), T(who_has_all_answers_leaves_in_good_order), T(a_half_closed_client_that_vanishes_is_gone), T(a_client_that_resets_is_gone), T(held_reading_leaves_the_bytes_where_they_are),
+        T(a_client_that_vanishes_is_gone), T(a_writer_that_does_not_read_has_only_its_turns), T(who_has_all_answers_leaves_in_good_order), T(a_half_closed_client_that_vanishes_is_gone), T(a_client_that_resets_is_gone), T(held_reading_leaves_the_bytes_where_they_are),
         T(a_hold_stops_at_once), T(who_does_not_read_makes_no_requests), T(a_feeder_that_does_not_stop_loses_the_connection),
         cmocka_unit_test_setup_teardown(who_asks_reads_on_while_full, begin_asking, end), T(garbage_is_told_as_text), T(garbage_with_an_end_is_answered_by_an_end),
         T(a_writer_without_end_is_waited_for_only_so_long), T(a_cut_record_is_told), T(large_records_pass_both_ways), T(descriptors_come_with_their_records),

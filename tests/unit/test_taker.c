@@ -827,6 +827,33 @@ static void early_offers_are_bounded(void **state)
     UNTIL(!pd_taker_counts(T).early);
 }
 
+/* Few, and large: what counts is all that an offer brings, whatever field of it is long. */
+static void large_early_offers_are_bounded(void **state)
+{
+    enum { N = 80, EACH = 1 << 20 };
+    char *name = malloc(EACH);
+    memset(name, 'a', EACH);
+    for (int i = 0; i < N; i++) {
+        struct pd_kvdesc d = F.d;
+        struct pd_give g = { .desc = &d, .blocks = F.blocks, .chunk_blocks = CHUNK, .via = "inline" };
+        struct pd_move *m;
+        d.request.adapter = (struct pd_str){ name, EACH };
+        assert_int_equal(pd_run_new(d.run, &e) | pd_gen_new(d.gen, &e), 0);
+        memcpy(d.request.run, d.run, sizeof d.run);
+        assert_int_equal(pd_lease_grant(leases, d.run, d.gen, F.blocks, BLOCKS, 0, pd_mono_us(), g.lease, &e), 0);
+        assert_int_equal(pd_lease_fill(leases, g.lease, &e), 0);
+        assert_int_equal(pd_give(pd_link_xfer(glink), &g, pd_mono_us(), &m, &e), 0);
+        pd_link_soon(glink);
+        PUMP;
+    }
+    free(name);
+    UNTIL(pd_xfer_counts(pd_link_xfer(glink)).moves == 63);     /* of 64 MiB */
+    assert_int_equal(pd_taker_counts(T).early, 63);
+    pd_leases_revoke_all(leases, "end", pd_mono_us());
+    pd_links_soon(&G);
+    UNTIL(!pd_taker_counts(T).early);
+}
+
 int main(void)
 {
 #define TEST(f, b) cmocka_unit_test_setup_teardown(f, b, end)
@@ -839,7 +866,7 @@ int main(void)
         TEST(the_connection_is_lost_for_good, begin), TEST(what_was_taken_is_told_over_the_next_connection, begin),
         TEST(read_in_place, begin_in_place), TEST(read_on_in_place, begin_in_place), TEST(read_on_in_place_until_the_lease_ends, begin_in_place),
         TEST(released_over_another_connection, begin_in_place), TEST(released_while_it_is_offered_again, begin_in_place),
-        TEST(offered_again_otherwise, begin_in_place), TEST(strangers, begin), TEST(early_offers_are_bounded, begin),
+        TEST(offered_again_otherwise, begin_in_place), TEST(strangers, begin), TEST(early_offers_are_bounded, begin), TEST(large_early_offers_are_bounded, begin),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

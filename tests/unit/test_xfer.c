@@ -692,6 +692,23 @@ static void a_lease_in_a_hurry(void **state)
 }
 
 /* Offers that are whole, yet lie or are stale: each is refused by name, and the connection lives. */
+/* A record and, beside it, a descriptor (-1: none); both go. */
+static void send_with(int sock, struct pd_buf *b, int fd)
+{
+    union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int))]; } c = { .room = { 0 } };
+    struct iovec v = { b->p, b->n };
+    struct msghdr m = { .msg_iov = &v, .msg_iovlen = 1, .msg_control = c.room, .msg_controllen = sizeof c.room };
+    struct cmsghdr *h = CMSG_FIRSTHDR(&m);
+    *h = (struct cmsghdr){ .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int)) };
+    memcpy(CMSG_DATA(h), &fd, sizeof fd);
+    if (fd < 0)
+        m.msg_controllen = 0;
+    assert_int_equal(sendmsg(sock, &m, 0), (ssize_t)b->n);
+    if (fd >= 0)
+        close(fd);
+    pd_buf_free(b);
+}
+
 static void offers_that_lie(void **state)
 {
     static const char *const words[] = { "epoch differs (prefill 4, decode 3)", "another life", "not the one that the prefill side said hello with",
@@ -768,6 +785,74 @@ static void offers_that_lie(void **state)
     }
 }
 
+/* One generation is being cancelled here, and the next is offered, twice: that is one hand-over, and a record out of place. */
+static void offered_twice_beside_a_cancel(void **state)
+{
+    struct xf w;
+    struct pd_err e = { 0 };
+    struct pd_arena a = { 0 };
+    struct pd_kvdesc d;
+    struct pd_buf b = { 0 };
+    xf_open(&w, NULL, NULL);
+    w.manual = true;
+    xf_pump(&w);
+    memset(w.lease, 7, 16);
+    make_rec(&w, R_OFFER, true, &b);
+    assert_int_equal(pd_xfer_feed(w.t, b.p, b.n, w.now, &e), 0);
+    xf_events(&w);
+    pd_move_cancel(w.tm, "not wanted", w.now);
+    assert_int_equal(pd_kvdesc_decode(b.p, b.n, &a, &d, &e), 0);
+    d.gen[15]++;
+    b.n = 0;
+    assert_int_equal(pd_kvdesc_encode(&d, &b, &e), 0);
+    assert_int_equal(pd_xfer_feed(w.t, b.p, b.n, w.now, &e), 0);
+    xf_events(&w);
+    assert_int_equal(w.got[1][PD_XE_OFFERED], 2);
+    FAILS_WITH(pd_xfer_feed(w.t, b.p, b.n, w.now, &e), PD_ECORRUPT, "a second offer");
+    xf_events(&w);
+    assert_int_equal(w.got[1][PD_XE_OFFERED], 2);
+    pd_arena_free(&a);
+    pd_buf_free(&b);
+    xf_close(&w);
+}
+
+/* The name by which sockets are attached to a connection says nothing of another's, nor does what generations say. */
+static void names_that_nobody_guesses(void **state)
+{
+    struct xf w;
+    xf_open(&w, NULL, NULL);
+    const uint8_t *a = pd_xfer_conn(w.g, false), *b = pd_xfer_conn(w.t, false);
+    assert_memory_not_equal(a, b, 8);
+    assert_memory_not_equal(a + 8, b + 8, 8);
+    assert_memory_not_equal(a, pd_xfer_own(w.g)->life, 8);
+    assert_memory_equal(pd_xfer_own(w.g)->life, pd_xfer_own(w.t)->life, 8);
+    xf_close(&w);
+}
+
+/* Slabs that come all at once are mapped a few at a time. */
+static void many_slabs_at_once(void **state)
+{
+    struct xf w;
+    struct pd_err e = { 0 };
+    char c;
+    xf_open(&w, NULL, NULL);
+    w.no_fds = true;
+    xf_pump(&w);
+    for (uint32_t i = 0; i < 20; i++) {
+        struct pd_slab_rec r = { .what = "slab", .index = i, .bytes = pd_pool_slab_bytes(w.f.pool) };
+        struct pd_buf b = { 0 };
+        int fd = memfd_create("slab", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        assert_int_equal(ftruncate(fd, (off_t)r.bytes) | fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+        assert_int_equal(pd_slab_encode(&r, &b, &e), 0);
+        send_with(w.sock[0], &b, fd);
+    }
+    int calls = 0;
+    for (; recv(w.sock[1], &c, 1, MSG_PEEK | MSG_DONTWAIT) == 1; calls++)
+        assert_int_equal(pd_xfer_fds(w.t, w.sock[1], w.now, &e), 0);
+    assert_int_equal(calls, 3);
+    xf_close(&w);
+}
+
 /* Slabs that cannot be mapped safely: shm is over, offers that wait for it are refused, inline goes on. */
 static void slabs_that_are_not_safe(void **state)
 {
@@ -790,17 +875,11 @@ static void slabs_that_are_not_safe(void **state)
         if (i == 3)
             strcpy(r.what, "glacier");
         assert_int_equal(pd_slab_encode(&r, &b, &e), 0);
-        union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int))]; } c = { .room = { 0 } };
-        struct iovec v = { b.p, b.n };
-        struct msghdr m = { .msg_iov = &v, .msg_iovlen = 1, .msg_control = c.room, .msg_controllen = sizeof c.room };
-        struct cmsghdr *h = CMSG_FIRSTHDR(&m);
-        *h = (struct cmsghdr){ .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int)) };
-        memcpy(CMSG_DATA(h), &fd, sizeof fd);
-        if (i == 2)
-            m.msg_controllen = 0;
-        assert_int_equal(sendmsg(w.sock[0], &m, 0), (ssize_t)b.n);
-        close(fd);
-        pd_buf_free(&b);
+        if (i == 2) {
+            close(fd);
+            fd = -1;
+        }
+        send_with(w.sock[0], &b, fd);
         int rc = pd_xfer_fds(w.t, w.sock[1], w.now, &e);
         if (rc != (i ? PD_ECORRUPT : PD_EINCOMPAT) || !strstr(e.msg, words[i]))
             fail_msg("%d: %d %s", i, rc, e.msg);
@@ -1288,6 +1367,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(handed_over), cmocka_unit_test(coded_on_the_way), cmocka_unit_test(hundreds_at_once), cmocka_unit_test(ends_that_do_not_fit), cmocka_unit_test(strange_hellos),
         cmocka_unit_test(every_record_in_every_state), cmocka_unit_test(cut_in_each_state), cmocka_unit_test(revoked_in_the_middle_of_a_chunk),
         cmocka_unit_test(fenced_in_place), cmocka_unit_test(a_reader_that_stood_still), cmocka_unit_test(a_lease_in_a_hurry), cmocka_unit_test(offers_that_lie),
+        cmocka_unit_test(offered_twice_beside_a_cancel), cmocka_unit_test(names_that_nobody_guesses), cmocka_unit_test(many_slabs_at_once),
         cmocka_unit_test(slabs_that_are_not_safe), cmocka_unit_test(limits), cmocka_unit_test(a_slow_prefill), cmocka_unit_test(what_is_held_is_not_sent),
         cmocka_unit_test(resumed), cmocka_unit_test(read_in_place_over_two_connections),
         cmocka_unit_test(words_out_of_place_while_it_is_offered_anew), cmocka_unit_test(another_run_does_not_resume), 

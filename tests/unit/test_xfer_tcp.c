@@ -300,6 +300,26 @@ static void what_a_stream_may_not_say(void **state)
     }
 }
 
+/* Nor may the taker say anything: read byte by byte for ever, it would cost the giver its time. */
+static void what_a_stream_may_not_answer(void **state)
+{
+    struct xf w;
+    struct pd_err e;
+    xf_world(&w);
+    w.tapped = true;
+    xf_open_ends(&w, &(struct pd_xfer_opts){ .epoch = 3, .tcp = true }, NULL);
+    xf_pump(&w);
+    assert_int_equal(xf_give(&w, "tcp", &e), 0);
+    xf_pump(&w);
+    assert_true(pd_xfer_open(w.g) && w.n_taps);
+    assert_int_equal(send(w.tap[0].a, "x", 1, 0), 1);
+    xf_pump(&w);
+    assert_false(pd_xfer_open(w.g));
+    assert_int_equal(w.last[0].err.code, PD_ECORRUPT);
+    assert_non_null(strstr(w.last[0].err.msg, "where it has nothing to say"));
+    xf_close(&w);
+}
+
 static void a_chunk_on_two_streams_at_once(void **state)
 {
     struct by_hand h;
@@ -430,7 +450,7 @@ int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(handed_over), cmocka_unit_test(the_first_goes_by_tcp), cmocka_unit_test(not_before_it_is_answered), cmocka_unit_test(what_answers_is_not_the_taker), cmocka_unit_test(streams_that_do_not_come), cmocka_unit_test(without_streams), cmocka_unit_test(what_a_stream_may_not_say), cmocka_unit_test(a_chunk_on_two_streams_at_once),
+        cmocka_unit_test(handed_over), cmocka_unit_test(the_first_goes_by_tcp), cmocka_unit_test(not_before_it_is_answered), cmocka_unit_test(what_answers_is_not_the_taker), cmocka_unit_test(streams_that_do_not_come), cmocka_unit_test(without_streams), cmocka_unit_test(what_a_stream_may_not_say), cmocka_unit_test(what_a_stream_may_not_answer), cmocka_unit_test(a_chunk_on_two_streams_at_once),
         cmocka_unit_test(dropped_in_the_middle), cmocka_unit_test(revoked_while_sockets_are_full) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
