@@ -4,6 +4,7 @@ bad input and broken streams: one clear line, the right exit status, never a wro
 import base64
 import json
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -259,6 +260,14 @@ def main():
         p.kill()
         ok(False, "SIGTERM: what was taken in is finished, exit 6", "it went on")
     p.stdin.close()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    for cmd in (prefill(), decode(), [f"{B}/bin/pd-kvsend", "-i", "-", "-o", "-"]):     # slabs and connections are a descriptor each
+        p = subprocess.Popen(cmd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard)))
+        until = time.monotonic() + 10
+        while resource.prlimit(p.pid, resource.RLIMIT_NOFILE)[0] != hard and time.monotonic() < until:
+            time.sleep(0.01)
+        ok(resource.prlimit(p.pid, resource.RLIMIT_NOFILE) == (hard, hard), f"{os.path.basename(cmd[0])} allows itself the descriptors that it may have")
+        p.communicate()
     x = run(decode("--text", m=TINY), b"")
     ok(x.returncode == 0 and x.stdout == b"", "no input: no output, exit 0", (x.returncode, x.stderr))
     x = run(prefill("--trace", f"{tmp}/t.log"), lines(REQS[:1]))
