@@ -424,6 +424,9 @@ static int make_metrics(struct pd_giver *g, struct pd_err *e)
         leased = GAUGE("pd_kv_blocks_leased", "KV blocks under a lease."), lease = COUNTER("pd_lease_steps_total", "Steps of leases.", .label = { "step" }),
         moves = GAUGE("pd_moves", "KV hand-overs on their way."), given = COUNTER("pd_given_total", "KV that a decode worker verified.", .label = { "scheme" }),
         bytes = COUNTER("pd_given_bytes_total", "Bytes of KV that decode workers verified."),
+        skipped = COUNTER("pd_skipped_bytes_total", "Bytes of KV that decode workers had already."),
+        exposed = { .name = "pd_exposed_seconds", .help = "From a prompt's last layer, or its offer if that came later, until its KV was verified.", .type = PD_HISTOGRAM,
+                    .scale = 6, .bounds = pd_latency_bounds, .n_bounds = pd_n_latency_bounds },
         not_given = COUNTER("pd_not_given_total", "Published KV that did not reach its decode worker."), links = GAUGE("pd_links", "Transfer connections.");
     const struct { const struct pd_metric_about *about; struct pd_metric **to; const char *label; } t[] = {
         { &tokens, &g->m_tokens, NULL }, { &live, &g->m_live, NULL }, { &leased, &g->m_leased, NULL },
@@ -431,7 +434,7 @@ static int make_metrics(struct pd_giver *g, struct pd_err *e)
         { &lease, &g->m_lease[3], "released" }, { &lease, &g->m_lease[4], "expired" }, { &lease, &g->m_lease[5], "revoked" },
         { &lease, &g->m_lease[6], "reaped" }, { &moves, &g->m_moves, NULL }, { &given, &g->m_given[0], "inline" }, { &given, &g->m_given[1], "shm" },
         { &given, &g->m_given[2], "tcp" }, { &given, &g->m_given[3], "rdma" },
-        { &bytes, &g->m_given_bytes, NULL }, { &not_given, &g->m_not_given, NULL }, { &links, &g->m_links, NULL } };
+        { &bytes, &g->m_given_bytes, NULL }, { &skipped, &g->m_skipped, NULL }, { &exposed, &g->m_exposed, NULL }, { &not_given, &g->m_not_given, NULL }, { &links, &g->m_links, NULL } };
 #undef COUNTER
 #undef GAUGE
     struct pd_metrics *m = pd_daemon_metrics(g->w->d);

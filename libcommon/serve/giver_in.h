@@ -28,6 +28,7 @@ struct pd_gv_run {
     struct pd_move *move;       /* on its way, */
     struct pd_link *link;       /* over this */
     bool moved_on;              /* it is that of an attempt before this one */
+    int64_t t_offer;            /* first, in this attempt */
     uint32_t n_lost;            /* connections that were lost while it was on its way, in this attempt; in place: since it was verified */
     bool in_place;              /* its decode worker, this process, reads it here; */
     int32_t reader; uint64_t reader_start;
@@ -47,6 +48,7 @@ struct pd_gv_run {
     struct pd_err why;
     uint32_t *blocks;           /* [plan.n_blocks], from started on */
     _Atomic uint32_t *done;     /* [layers]: ranges that are final */
+    _Atomic int64_t t_final;    /* when the last layer of the last range was; 0: not yet */
     uint64_t untold;            /* bytes of those that the loop was not woken for */
     uint32_t *told;             /* [layers], the loop's: of them, what the move knows */
     _Atomic bool described, started, finished, counted /* among those of g->held */;
@@ -66,7 +68,7 @@ struct pd_giver {
     uint32_t most;              /* blocks that may be held for others at once */
     _Atomic uint32_t held;      /* that are: of runs that have begun, until their leases have ended */
     /* counted by both */
-    struct pd_metric *m_lease[7], *m_live, *m_leased, *m_moves, *m_given[PD_TRANSPORTS], *m_given_bytes, *m_not_given, *m_links, *m_tokens;
+    struct pd_metric *m_lease[7], *m_live, *m_leased, *m_moves, *m_given[PD_TRANSPORTS], *m_given_bytes, *m_skipped, *m_exposed, *m_not_given, *m_links, *m_tokens;
 };
 
 /* giver_prefill.c: the thread's */

@@ -32,8 +32,10 @@ void pd_gv_try(struct pd_giver *g, struct pd_gv_run *r)
     struct pd_kvdesc d = pd_gv_desc(r);
     struct pd_give give = { .desc = &d, .blocks = r->blocks, .chunk_blocks = r->plan.chunk_blocks, .via = pd_link_via(r->peer->link, r->in_place) };
     memcpy(give.lease, r->lease, sizeof give.lease);
-    if (!r->n_lost)
+    if (!r->n_lost) {
+        r->t_offer = pd_mono_us();
         pd_gv_step(g, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL, r->lease);
+    }
     int rc = pd_give(pd_link_xfer(r->peer->link), &give, pd_mono_us(), &r->move, &e);
     if (rc < 0) {
         r->move = NULL;
@@ -210,6 +212,23 @@ static void for_all_of(struct pd_gv_peer *p, void (*fn)(struct pd_giver *, struc
     }
 }
 
+/* What its way to the decode worker took. Exposed: after the last of it was computed, which is what computing did not hide. */
+static void given(struct pd_giver *g, const struct pd_gv_run *r, const struct pd_xfer_event *ev)
+{
+    int64_t now = pd_mono_us(), final = atomic_load(&r->t_final), from = final > r->t_offer ? final : r->t_offer;
+    uint64_t skipped = r->plan.bytes > ev->bytes ? r->plan.bytes - ev->bytes : 0;
+    const struct pd_step s = { .run = r->s.d.name, .where = "remote", .gen = r->desc.gen, .op = r->s.d.route.op, .lease = r->lease };
+    const struct pd_figure f[] = {
+        { "offered_bytes", (int64_t)r->plan.bytes }, { "skipped_bytes", (int64_t)skipped }, { "sent_bytes", (int64_t)ev->bytes },
+        { "wire_bytes", (int64_t)pd_give_wire(ev->move) }, { "complete_us", now - r->t_offer }, { "exposed_us", now - from }, { "retries", r->n_lost }, { "whole", 1 } };
+    const char *scheme = pd_move_scheme(ev->move);
+    pd_metric_add(g->m_given[pd_transport_number(scheme)], 1);
+    pd_metric_add(g->m_given_bytes, (int64_t)ev->bytes);
+    pd_metric_add(g->m_skipped, (int64_t)skipped);
+    pd_metric_observe(g->m_exposed, now - from);
+    pd_trace_figures(g->w->o.trace, &s, PD_ST_KV_MOVED, ev->bytes, scheme, f, sizeof f / sizeof *f);
+}
+
 void pd_gv_on_link(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
 {
     struct pd_giver *g = ctx;
@@ -230,10 +249,8 @@ void pd_gv_on_link(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
         r->in_place = pd_give_in_place(ev->move, &r->reader, &r->reader_start);
         break;
     case PD_XE_VERIFIED:
-        if (!r->taken) {
-            pd_metric_add(g->m_given[pd_transport_number(pd_move_scheme(ev->move))], 1);
-            pd_metric_add(g->m_given_bytes, (int64_t)ev->bytes);
-        }
+        if (!r->taken)
+            given(g, r, ev);
         r->taken = true;
         r->settled = !r->moved_on;
         r->away = false;

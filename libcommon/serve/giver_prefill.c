@@ -111,6 +111,8 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
     uint32_t new = done - atomic_load(&r->done[layer]);
     if (new) {
         atomic_store(&r->done[layer], done);
+        if ((uint32_t)layer + 1 == r->plan.layers && done == r->plan.n_ranges)
+            atomic_store(&r->t_final, pd_mono_us());
         r->untold += new * r->plan.chunk_bytes;
         pd_desk_touch(g->w->desk, &r->s.d);
     }

@@ -2,6 +2,7 @@
 """P/D by real daemons on a tiny model, with the router played by script: KV by shm, inline and tcp, over Unix sockets, TCP and TLS, many runs at once, to the bit what
 the filter and the aggregated worker give; what the decode worker holds already is not sent; and at the end of each scene every count is back at its start, and
 the merged log of all keeps every rule."""
+import json
 import os
 import re
 import socket
@@ -73,6 +74,10 @@ for name in ("shm", "inline", *NET):
        [R.result(r)["mode"] for r in bare + loc + agg] == ["aggregated"] * 5 + ["local"] * 5 + ["aggregated"] * 5, f"{name}: bare, local and aggregated requests are run whole", R.got)
     g, h = P.ledger(), D.ledger()
     ok(g[f"given_{via}"] == 66 == h[f"taken_{via}"] and g["given_bytes"] == h["taken_bytes"] > 0 and h["not_taken"] == 0, f"{name}: the ledgers count the same", (g, h))
+    moved = [m for m in map(json.loads, run(tap.trace("cat", "--format", "json", P.trace)).stdout.splitlines()) if m.get("state") == "kv_moved"]
+    ok(len(moved) == 66 and all(m["offered_bytes"] == m["skipped_bytes"] + m["sent_bytes"] and m["cause"] == via and 0 <= m["exposed_us"] <= m["complete_us"] and
+                                (m["wire_bytes"] > 0) == (via != "shm") for m in moved) and sum(m["sent_bytes"] for m in moved) == g["given_bytes"],
+       f"{name}: the trace tells of each what its way took, and what of that computing did not hide", moved[:2])
     ok((g["fds"], h["fds"]) == fds, f"{name}: no descriptor is left behind", (fds, g["fds"], h["fds"]))
     close(name, R, P, D)
 

@@ -35,7 +35,7 @@ static void offer(struct pd_link *k)
     struct pd_move *m;
     must(pd_run_new(B.d.run, &e), &e);
     must(pd_gen_new(B.d.gen, &e), &e);
-    memcpy(B.d.gen, pd_xfer_conn(pd_link_xfer(k), false), 8);
+    memcpy(B.d.gen, pd_xfer_own(pd_link_xfer(k))->life, 8);
     must(pd_lease_grant(B.leases, B.d.run, B.d.gen, B.blocks, B.n, 0, pd_mono_us(), B.lease, &e), &e);
     must(pd_lease_fill(B.leases, B.lease, &e), &e);
     struct pd_give g = { .desc = &B.d, .blocks = B.blocks };
