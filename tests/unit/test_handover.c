@@ -51,6 +51,13 @@ static void layout_hash_tells_layouts_apart(void **state)
     b = a;
     strcpy(b.dtype, "bf16");
     assert_true(pd_layout_hash(&b) != h);
+    b = a;
+    strcpy(b.order, "NHD");
+    assert_true(pd_layout_hash(&b) != h);
+    b = a;
+    b.block_size = b.kv_heads;
+    b.kv_heads = a.block_size;
+    assert_true(pd_layout_hash(&b) != h);
     assert_true(pd_layout_hash(&a) == h);
     assert_true(h == 0xdec04dbef7c81870u);      /* XXH3-64 of those 24 bytes, computed by another program: the definition is fixed */
 }

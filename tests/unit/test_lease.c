@@ -126,6 +126,36 @@ static void each_call_in_each_state(void **state)
 }
 
 /* Its reader says that it is done, where the ledger knows nothing of it: the lease lasts as long as somebody is taken to read. */
+/* Published, and nobody has read it yet: whoever wants blocks meanwhile gets none of its, however little is left. */
+static void a_full_pool_takes_nothing_of_a_lease(void **state)
+{
+    struct world w;
+    struct pd_err e;
+    uint8_t id[16];
+    struct pd_lease_info i;
+    open_world(&w, 8);
+    uint32_t max = pd_pool_stats(w.pool).max, *b = calloc(max, sizeof *b), n = max - 3;
+    grant(&w, 3, 1000, 0, id);
+    assert_int_equal(pd_lease_fill(w.l, id, &e) | pd_lease_publish(w.l, id, &e), 0);
+    assert_true(pd_lease_info(w.l, id, &i) && i.n_blocks == 3);
+    for (uint32_t k = 0; k < 3; k++)
+        memset(pd_pool_base(w.pool, i.blocks[k]), 0x51 + (int)k, pd_pool_layer_bytes(w.pool));
+    assert_int_equal(pd_pool_take(w.pool, n, b, &e), 0);
+    FAILS_WITH(pd_pool_take(w.pool, 1, b + n, &e), PD_ENOMEM, "1 blocks of 4 tokens wanted, 0 free");
+    for (uint32_t k = 0; k < n; k++) {
+        assert_true(b[k] != i.blocks[0] && b[k] != i.blocks[1] && b[k] != i.blocks[2]);
+        memset(pd_pool_base(w.pool, b[k]), 0xff, pd_pool_layer_bytes(w.pool));
+    }
+    for (uint32_t k = 0; k < 3; k++)
+        assert_int_equal(pd_pool_base(w.pool, i.blocks[k])[pd_pool_layer_bytes(w.pool) - 1], 0x51 + (int)k);
+    assert_int_equal(pd_leases_sweep(w.l, 1000), 1);            /* its time ends it, and then they can be had */
+    assert_int_equal(pd_pool_take(w.pool, 3, b + n, &e), 0);
+    for (uint32_t k = 0; k < max; k++)
+        pd_pool_put(w.pool, b[k]);
+    free(b);
+    close_world(&w);
+}
+
 static void let_go(void **state)
 {
     for (int how = 0; how < 5; how++) {
@@ -445,7 +475,7 @@ static void a_fence_that_is_done_from_inside(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(each_call_in_each_state), cmocka_unit_test(let_go), cmocka_unit_test(a_stale_generation_reads_nothing), cmocka_unit_test(readers_count), cmocka_unit_test(expiry_is_in_order),
+        cmocka_unit_test(each_call_in_each_state), cmocka_unit_test(let_go), cmocka_unit_test(a_full_pool_takes_nothing_of_a_lease), cmocka_unit_test(a_stale_generation_reads_nothing), cmocka_unit_test(readers_count), cmocka_unit_test(expiry_is_in_order),
         cmocka_unit_test(there_is_an_end_of_leases), cmocka_unit_test(a_reader_in_another_process), cmocka_unit_test(a_fence_of_the_dead), cmocka_unit_test(a_reader_that_waits),
         cmocka_unit_test(a_fence_that_is_done_from_inside),
     };

@@ -594,6 +594,20 @@ static void what_was_taken_is_told_over_the_next_connection(void **state)
     dial();
     UNTIL(!pd_leases_counts(leases).live);
     assert_true(pd_taker_counts(T).committed == 3 && pd_leases_counts(leases).released == 2);
+    name_it(2);                 /* it is back before its old connection is seen to end: told over the one that stands */
+    expect(2, gives[2].d.run, 5000000);
+    offer(2);
+    UNTIL(R[2].taken && gives[2].over);
+    PUMP;
+    deaf = a_deaf_giver();
+    UNTIL(pd_taker_counts(T).committed == 4);
+    at_ready = 0;
+    dial();
+    was = ready;
+    assert_int_equal(pd_leases_counts(leases).live, 1);
+    close(deaf);
+    UNTIL(!pd_leases_counts(leases).live);
+    assert_true(pd_taker_counts(T).committed == 5 && pd_leases_counts(leases).released == 3 && ready == was);
 }
 
 static void read_in_place(void **state)

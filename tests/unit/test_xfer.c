@@ -829,6 +829,78 @@ static void names_that_nobody_guesses(void **state)
     xf_close(&w);
 }
 
+/* The word that ends one hand-over names another run, generation or lease: nothing of this one ends by it, its own word ends it, or its lease's time. */
+static void released_by_another_name(void **state)
+{
+    for (int i = 0; i < 3; i++) {
+        struct xf w;
+        struct pd_err e = { 0 };
+        struct pd_buf b = { 0 };
+        struct pd_release r = { .has_lease = true };
+        xf_open(&w, NULL, NULL);
+        w.take.in_place = true;
+        xf_pump(&w);
+        assert_int_equal(xf_give(&w, "shm", &e), 0);
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        xf_pump(&w);
+        assert_int_equal(w.got[0][PD_XE_VERIFIED], 1);
+        memcpy(r.run, w.f.d.run, sizeof r.run);
+        memcpy(r.gen, w.f.d.gen, sizeof r.gen);
+        memcpy(r.lease, w.lease, sizeof r.lease);
+        if (i == 0)
+            assert_int_equal(pd_run_new(r.run, &e), 0);
+        else if (i == 1)
+            r.gen[15] ^= 1;
+        else
+            r.lease[0] ^= 1;
+        assert_int_equal(pd_release_encode(&r, &b, &e), 0);
+        int rc = pd_xfer_feed(w.g, b.p, b.n, w.now, &e);
+        xf_events(&w);
+        assert_int_equal(w.got[0][PD_XE_RELEASED], 0);
+        assert_int_equal(pd_leases_counts(w.leases).live, 1);
+        if (i == 2)
+            assert_int_equal(rc, PD_ECORRUPT);
+        else {
+            assert_int_equal(rc, 0);
+            assert_true(pd_xfer_open(w.g));
+            pd_take_release(w.tm, w.now);
+            xf_pump(&w);
+            assert_int_equal(w.got[0][PD_XE_RELEASED], 1);
+        }
+        w.now += PD_LEASE_TTL_US;
+        pd_leases_sweep(w.leases, w.now);
+        assert_int_equal(pd_leases_counts(w.leases).live, 0);
+        pd_buf_free(&b);
+        xf_close(&w);
+    }
+}
+
+/* Both ends have the same name, as where one is copied from the other's setup: they are told apart by what they do. */
+static void ends_of_one_name(void **state)
+{
+    struct xf w;
+    struct pd_err e = { 0 };
+    struct pd_arena a = { 0 };
+    struct pd_hello h;
+    struct pd_buf b = { 0 };
+    xf_open(&w, NULL, NULL);
+    xf_flush(&w, false);
+    assert_int_equal(pd_hello_decode(w.to_t.p, w.to_t.n, &a, &h, &e), 0);
+    h.worker = pd_xfer_own(w.t)->worker;
+    assert_int_equal(pd_hello_encode(&h, &b, &e), 0);
+    pd_buf_free(&w.to_t);
+    w.to_t = b;
+    xf_pump(&w);
+    assert_true(pd_xfer_open(w.g) && pd_xfer_open(w.t));
+    assert_memory_equal(pd_xfer_peer(w.t)->worker.p, pd_xfer_own(w.t)->worker.p, pd_xfer_own(w.t)->worker.n);
+    assert_int_equal(xf_give(&w, NULL, &e), 0);
+    assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+    xf_pump(&w);
+    assert_true(xf_same(&w));
+    pd_arena_free(&a);
+    xf_close(&w);
+}
+
 /* Slabs that come all at once are mapped a few at a time. */
 static void many_slabs_at_once(void **state)
 {
@@ -1367,7 +1439,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(handed_over), cmocka_unit_test(coded_on_the_way), cmocka_unit_test(hundreds_at_once), cmocka_unit_test(ends_that_do_not_fit), cmocka_unit_test(strange_hellos),
         cmocka_unit_test(every_record_in_every_state), cmocka_unit_test(cut_in_each_state), cmocka_unit_test(revoked_in_the_middle_of_a_chunk),
         cmocka_unit_test(fenced_in_place), cmocka_unit_test(a_reader_that_stood_still), cmocka_unit_test(a_lease_in_a_hurry), cmocka_unit_test(offers_that_lie),
-        cmocka_unit_test(offered_twice_beside_a_cancel), cmocka_unit_test(names_that_nobody_guesses), cmocka_unit_test(many_slabs_at_once),
+        cmocka_unit_test(offered_twice_beside_a_cancel), cmocka_unit_test(names_that_nobody_guesses), cmocka_unit_test(many_slabs_at_once), cmocka_unit_test(released_by_another_name), cmocka_unit_test(ends_of_one_name),
         cmocka_unit_test(slabs_that_are_not_safe), cmocka_unit_test(limits), cmocka_unit_test(a_slow_prefill), cmocka_unit_test(what_is_held_is_not_sent),
         cmocka_unit_test(resumed), cmocka_unit_test(read_in_place_over_two_connections),
         cmocka_unit_test(words_out_of_place_while_it_is_offered_anew), cmocka_unit_test(another_run_does_not_resume), 

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #define FIX_POOL_BYTES (48 << 20)
 #include "xfer_fixture.h"
+#include "files.h"
 
 #define K1 "k1 000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f\n"
 
@@ -46,6 +47,38 @@ static void handed_over(void **state)
             }
     xf_keys = NULL;
     pd_keys_free(k);
+}
+
+/* Hundreds of hand-overs use the streams that stand: no connection each. */
+static void hundreds_at_once(void **state)
+{
+    enum { STREAMS = 3, RUNS = 300 };
+    struct xf w;
+    struct pd_err e;
+    xf_open(&w, &(struct pd_xfer_opts){ .epoch = 3, .tcp = true, .streams = STREAMS }, NULL);
+    xf_pump(&w);
+    int fds = 0;
+    for (int round = 0; round < RUNS; round++) {
+        assert_int_equal(pd_run_new(w.f.d.run, &e), 0);
+        memcpy(w.f.d.request.run, w.f.d.run, sizeof w.f.d.run);
+        xf_regen(&w);
+        assert_int_equal(xf_give(&w, "tcp", &e), 0);
+        assert_int_equal(pd_give_finish(w.gm, &w.f.d, &e), 0);
+        if (round % 37 == 0)
+            xf_pump(&w);
+        if (!round)
+            fds = open_fds();           /* all streams stand */
+        assert_int_equal(open_fds(), fds);
+    }
+    xf_pump(&w);
+    assert_int_equal(w.got[1][PD_XE_TAKEN], RUNS);
+    assert_int_equal(w.got[0][PD_XE_RELEASED], RUNS);
+    assert_int_equal(pd_xfer_counts(w.t).bytes_in, RUNS * w.f.plan.bytes);
+    assert_int_equal(w.n_coming, 0);
+    assert_true(accept(w.listener, NULL, NULL) < 0 && errno == EAGAIN);
+    assert_int_equal(open_fds(), fds);
+    assert_true(xf_same(&w));
+    xf_close(&w);
 }
 
 static void records_alone(struct xf *w, int rounds)
@@ -450,7 +483,7 @@ int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(handed_over), cmocka_unit_test(the_first_goes_by_tcp), cmocka_unit_test(not_before_it_is_answered), cmocka_unit_test(what_answers_is_not_the_taker), cmocka_unit_test(streams_that_do_not_come), cmocka_unit_test(without_streams), cmocka_unit_test(what_a_stream_may_not_say), cmocka_unit_test(what_a_stream_may_not_answer), cmocka_unit_test(a_chunk_on_two_streams_at_once),
+        cmocka_unit_test(handed_over), cmocka_unit_test(hundreds_at_once), cmocka_unit_test(the_first_goes_by_tcp), cmocka_unit_test(not_before_it_is_answered), cmocka_unit_test(what_answers_is_not_the_taker), cmocka_unit_test(streams_that_do_not_come), cmocka_unit_test(without_streams), cmocka_unit_test(what_a_stream_may_not_say), cmocka_unit_test(what_a_stream_may_not_answer), cmocka_unit_test(a_chunk_on_two_streams_at_once),
         cmocka_unit_test(dropped_in_the_middle), cmocka_unit_test(revoked_while_sockets_are_full) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
