@@ -175,6 +175,34 @@ def one(when):
         [w.die() for w in workers if w.alive]
 
 
+# ---- a run that never came to be gives back nothing that it did not take ----
+
+Q = {"id": 1, "prompt": "x", "max_tokens": 4}
+
+
+def quiet(when):
+    """A pair of two fingerprints, and a router that allocates nothing but for who asks; what came of one request, and of the next."""
+    global turn
+    turn += 1
+    p, d = Prefill(os.path.join(tmp.name, f"p{turn}"), beat=30), Decode(os.path.join(tmp.name, f"d{turn}"), beat=30, fp={"software": "pd 0.2"})
+    r = Router(os.path.join(tmp.name, f"r{turn}"), "--worker", f"unix:{p.path}", "--worker", f"unix:{d.path}", build=FAULT, env={"PD_FAULT": f"malloc:fail:{when}", "PD_FAULT_COUNT": count + ".quiet"})
+    time.sleep(0.2)
+    got = r.ask(Q) if when < 10 ** 9 else []
+    errors = [x["message"] for x in got if x["pd"] == "error"]
+    mode = [x["mode"] for x in results(r.ask(Q))] if errors and "a run's choices" in errors[0] else None
+    r.stop()
+    [w.die() for w in (p, d) if w.alive]
+    return mode
+
+
+quiet(10 ** 9)
+begun = int(re.search(r"malloc\D+(\d+)", open(count + ".quiet").read()).group(1))
+mode = None
+for when in range(begun - 10, begun + 60):
+    if mode := quiet(when):
+        break
+ok(mode == ["remote"], "a run whose choices find no room is refused, and takes no worker's fingerprint with it", mode)
+
 fates, bad = one(10 ** 9)
 last = int(re.search(r"malloc\D+(\d+)", open(count).read()).group(1))
 ok(set(fates) == {"same"} and not bad, f"{last} allocations, none refused", (fates, bad))
