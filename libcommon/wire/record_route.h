@@ -55,7 +55,7 @@ struct pd_route_row {
     uint64_t cost;                      /* blocks: what policies that go by load compare (pd_choose) */
     uint64_t x, x_kv;                   /* enum pd_excluded: from everything; from what needs KV from elsewhere (no room for staged KV) */
     struct pd_str excluded;             /* x, else x_kv, in words */
-    bool keep, skip;                    /* not recorded: pd_choose went by it, so it stays in the record; it reaches nobody */
+    bool keep;                          /* not recorded: pd_choose went by it, so it stays in the record */
 };
 /* What KV of p's kin to d's kin needs; pairs of kins that are not listed fit as they are. */
 struct pd_route_fit { uint32_t p, d, converts /* PD_CONV_* (../kv/convert.h) */; struct pd_str why; /* they do not fit */ };

@@ -111,7 +111,7 @@ static void load_policies_go_by_blocks(void **state)
     queued(&p[0], 1);
     d[0].blocks = 1;
     assert_string_equal(way(), "remote p1>d1");
-    assert_true(p[0].cost == 250 && p[1].cost == 125 && d[0].cost == 1 && r.pair[r.chosen.pair].score == 125);
+    assert_true(p[0].cost == 250 && p[1].cost == 125 && d[0].cost == 1 && r.pair[r.chosen.pair].score == 125 + 8);    /* and 65 ms on the way, of 8 ms a block */
     r.n_p = 0;
     assert_string_equal(way(), "no_prefill_worker");
     r.input.local = true;
@@ -215,6 +215,143 @@ static void those_that_reach_nobody_are_passed_over(void **state)
     r.n_paths = 9;
     r.p[8].given = 0;
     assert_string_equal(way(), "wait_worker");
+}
+
+/* Rows past the two of each side. */
+enum { CROWD = 300 };
+static struct pd_route_row crowd[2][CROWD];
+static char crowd_name[2][CROWD][8];
+static void crowds(uint32_t n_p, uint32_t n_d)
+{
+    for (int side = 0; side < 2; side++)
+        for (int i = 0; i < CROWD; i++) {
+            snprintf(crowd_name[side][i], sizeof crowd_name[side][i], "%c%d", side ? 'd' : 'p', i);
+            crowd[side][i] = side ? d[0] : p[0];
+            crowd[side][i].worker = crowd[side][i].at = (struct pd_str){ crowd_name[side][i], strlen(crowd_name[side][i]) };
+        }
+    r.p = crowd[0];
+    r.d = crowd[1];
+    r.n_p = n_p;
+    r.n_d = n_d;
+}
+
+/* The way, which has to come of the record too, whatever rows are left out of it. */
+static const char *way_again(void)
+{
+    static struct pd_route_rec now;
+    static char first[40];
+    struct pd_buf one = { 0 }, two = { 0 };
+    struct pd_arena a = { 0 };
+    snprintf(first, sizeof first, "%s", way());
+    for (int side = 0; side < 2; side++)
+        for (uint32_t i = 0; i < (side ? r.n_d : r.n_p); i++)
+            crowd[side][i].excluded = crowd[side][i].x || crowd[side][i].x_kv ? (struct pd_str)S("for a reason") : (struct pd_str){ NULL, 0 };
+    assert_int_equal(pd_route_encode(&r, &one, &e), 0);
+    if (pd_route_replay(one.p, one.n, NULL, &a, NULL, &now, &two, &e))
+        fail_msg("%s", e.msg);
+    assert_true(one.n == two.n && !memcmp(one.p, two.p, one.n));
+    pd_buf_free(&one);
+    pd_buf_free(&two);
+    pd_arena_free(&a);
+    return first;
+}
+
+/* Any number of D that nobody reaches, idle as they are, do not hide the one that somebody does: by domain, by kin, by a path of their own, by having no other P
+ * than themselves. */
+static void those_that_nobody_reaches_hide_no_other(void **state)
+{
+    static const char *const policies[] = { "fixed", "conditional" };
+    static struct pd_route_path shut[20];
+    for (int i = 0; i < 2; i++)
+        for (int how = 0; how < 4; how++)
+            for (uint32_t many = 20; many <= 280; many += 260) {
+                scene(policies[i]);
+                crowds(many, many);
+                r.paths = shut;
+                shut[0] = path[0];
+                for (uint32_t k = 0; k < many; k++) {
+                    busy(&crowd[1][k], 4);
+                    crowd[0][k].domain = crowd[1][k].domain = how != 1;
+                    crowd[1][k].kin = how == 1;
+                    crowd[0][k].x = how == 3 ? PD_X_NO : PD_X_STATE;
+                }
+                crowd[0][many - 2].x = PD_X_NO;
+                crowd[0][many - 2].domain = crowd[1][many - 1].domain = crowd[1][many - 1].kin = 0;
+                crowd[1][many - 1].seqs = 5;
+                crowd[1][many - 1].blocks = 300;
+                if (how == 0 || how == 3)
+                    shut[r.n_paths++] = (struct pd_route_path){ -1, -1, 0, 1, .x = PD_X_DOMAIN, .excluded = S("domain required rackB") };
+                if (how == 1) {
+                    r.n_fits = 1;
+                    fit[0] = (struct pd_route_fit){ .p = 0, .d = 1, .why = S("block_size differs") };
+                }
+                for (int k = 0; how == 2 && k < 19; k++)
+                    shut[r.n_paths++] = (struct pd_route_path){ (int32_t)many - 2, k, -1, -1, .x = PD_X_PATH, .excluded = S("breaker open 3.2s") };
+                if (how == 2) {         /* as many as there are paths of single pairs */
+                    r.n_d = 20;
+                    crowd[1][19] = crowd[1][many - 1];
+                }
+                for (uint32_t k = 0; how == 3 && k < many; k++) {       /* nine racks of one worker of both roles, each of which may have its own KV alone */
+                    crowd[0][k].x = k < 9 || k == many - 2 ? PD_X_NO : PD_X_STATE;
+                    crowd[0][k].at = k < 9 ? crowd[1][k].at : crowd[0][k].at;
+                    crowd[1][k].x = k < 9 || k == many - 1 ? PD_X_NO : PD_X_STATE;
+                    crowd[0][k].queue = about(20000 * MS * (k < 9));
+                    crowd[0][k].queue_tokens = k < 9 ? 90000 : 0;
+                }
+                if (how == 3)
+                    shut[r.n_paths++] = (struct pd_route_path){ -1, -1, 1, 1, .x = PD_X_DOMAIN, .excluded = S("domain required rackC") };
+                way_again();
+                char want[40];
+                snprintf(want, sizeof want, "remote p%u>d%u", many - 2, many - 1);
+                assert_string_equal(way_again(), want);
+            }
+}
+
+/* The near one among many that are as good but for the way, on either side. */
+static void the_near_one_is_found(void **state)
+{
+    static const char *const policies[] = { "fixed", "conditional" };
+    for (int i = 0; i < 2; i++)
+        for (int side = 0; side < 2; side++)
+            for (uint32_t many = 30; many <= 300; many += 270) {
+                scene(policies[i]);
+                crowds(side ? 2 : many, side ? many : 2);
+                for (uint32_t k = 0; k < CROWD; k++) {
+                    busy(&crowd[1][k], 4);
+                    crowd[!side][k].domain = 1;
+                }
+                crowd[side][many - 1].domain = 1;
+                path[1] = (struct pd_route_path){ -1, -1, 1, 1, .latency = about(1 * MS), .kib_ns = about(2500), .sync = about(5 * MS) };
+                r.n_paths = 2;
+                char want[40];
+                snprintf(want, sizeof want, side ? "remote p0>d%u" : "remote p%u>d0", many - 1);
+                assert_string_equal(way_again(), want);
+                path[1] = path[0];
+                path[1].from = path[1].to = 1;
+                path[0].penalty_us = 300 * MS;          /* an operator's word, or failures */
+                assert_string_equal(way_again(), want);
+            }
+}
+
+/* The propensities of `random` are those by which it draws, also among more than are looked at together. */
+static void chance_is_told_as_it_is(void **state)
+{
+    int n = 0, first = 0;
+    double told = 0;
+    scene("random");
+    crowds(20, 30);
+    for (int i = 0; i < 20000; i++) {
+        r.seed = (uint64_t)i * 977 + 5;
+        choose();
+        bool it = r.chosen.p < 0 && r.chosen.d == 0;
+        n += r.chosen.p < 0;
+        first += it;
+        told = it ? r.propensity : told;
+        assert_true(fabs(r.propensity - (r.chosen.p < 0 ? 8.0 / 30 : 64.0 / 600) / 72) < 1e-12);
+    }
+    assert_true(abs(n - 20000 / 9) < 250 && fabs(first - 20000 * told) < 5 * sqrt(20000 * told));
+    crowds(250, 280);
+    way_again();
 }
 
 static void ties_are_stable(void **state)
@@ -424,7 +561,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(conditional_goes_by_what_it_costs), cmocka_unit_test(uncertainty_counts), cmocka_unit_test(blocks_that_run_short_count),
         cmocka_unit_test(load_policies_go_by_blocks), cmocka_unit_test(rules_are_as_published), cmocka_unit_test(what_stands_in_the_way),
-        cmocka_unit_test(those_that_reach_nobody_are_passed_over), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),
+        cmocka_unit_test(those_that_reach_nobody_are_passed_over), cmocka_unit_test(those_that_nobody_reaches_hide_no_other),
+        cmocka_unit_test(the_near_one_is_found), cmocka_unit_test(chance_is_told_as_it_is), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),
         cmocka_unit_test(a_shadow_changes_nothing), cmocka_unit_test(a_record_gives_the_same_choice_and_bytes), cmocka_unit_test(what_makes_no_sense_is_refused) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
