@@ -15,6 +15,8 @@ void pd_learn_free(struct pd_learn *l)
 {
     pd_free(l->class_);
     pd_free(l->path);
+    for (int i = 0; i < PD_LEARN_LENGTHS * PD_LEARN_LIMITS; i++)
+        pd_free((&l->length[0][0])[i]);
     *l = (struct pd_learn){ 0 };
 }
 
@@ -60,9 +62,11 @@ int pd_learn_path_of(struct pd_learn *l, struct pd_str from, struct pd_str to, c
     uint32_t i = 0;
     while (i < l->n_paths && l->path[i].key != key)
         i++;
-    *out = i < PD_LEARN_PATHS ? i : PD_LEARN_PATHS - 1;
-    if (i < l->n_paths || i == PD_LEARN_PATHS)
+    *out = i;
+    if (i < l->n_paths)
         return 0;
+    if (i == PD_LEARN_PATHS)    /* what one of two paths took is no word on the other: its class tells */
+        return pd_fail(e, PD_ENOMEM, "more than %d paths: no more are learnt one by one", PD_LEARN_PATHS);
     struct pd_learn_path *more = pd_realloc(l->path, i + 1, sizeof *more, "what was learnt", e);
     if (!more)
         return PD_ENOMEM;
@@ -70,8 +74,9 @@ int pd_learn_path_of(struct pd_learn *l, struct pd_str from, struct pd_str to, c
     l->n_paths++;
     struct pd_learn_path *x = &more[i];
     const struct pd_profile_path *p = NULL;
+    kind = kind ? kind : from.n == to.n && (!from.n || !memcmp(from.p, to.p, from.n)) ? "local" : "cross";
     for (uint32_t k = 0; l->profile && k < l->profile->n_paths && !p; k++)      /* the first that fits: what scheme a pair agrees on is not known before */
-        p = !kind || !l->profile->path[k].class_.p || pd_str_eq(l->profile->path[k].class_, kind) ? &l->profile->path[k] : NULL;
+        p = !l->profile->path[k].class_.p || pd_str_eq(l->profile->path[k].class_, kind) ? &l->profile->path[k] : NULL;
     *x = (struct pd_learn_path){ .key = key };
     if (p && p->fit.k == 2)
         pd_profile_teach(NULL, PD_PT_TERMS, &p->fit, bytes_edge, 0, &x->transfer);
@@ -187,11 +192,19 @@ static int length_of(uint32_t prompt_tokens)
     return b;
 }
 
+static int limit_of(uint32_t max_tokens)
+{
+    int b = 0;
+    for (max_tokens /= 2; max_tokens && b < PD_LEARN_LIMITS - 1; max_tokens /= 2)
+        b++;
+    return b;
+}
+
 /* Before there are enough: half of what it may, and all of it. */
 void pd_learn_length(const struct pd_learn *l, uint32_t prompt_tokens, uint32_t max_tokens, uint32_t *p50, uint32_t *p95)
 {
-    const struct pd_lengths *o = &l->length[length_of(prompt_tokens)];
-    uint32_t n = o->n < PD_LEARN_KEEPS ? o->n : PD_LEARN_KEEPS;
+    const struct pd_lengths *o = l->length[length_of(prompt_tokens)][limit_of(max_tokens)];
+    uint32_t n = !o ? 0 : o->n < PD_LEARN_KEEPS ? o->n : PD_LEARN_KEEPS;
     *p50 = (max_tokens + 1) / 2;
     *p95 = max_tokens;
     if (n >= LENGTH_WARM) {
@@ -252,16 +265,18 @@ static uint32_t place(const struct pd_lengths *o, uint32_t n, uint32_t v)
     return i;
 }
 
-void pd_learned_length(struct pd_learn *l, uint32_t prompt_tokens, uint32_t out)
+void pd_learned_length(struct pd_learn *l, uint32_t prompt_tokens, uint32_t max_tokens, uint32_t out)
 {
-    struct pd_lengths *o = &l->length[length_of(prompt_tokens)];
-    uint32_t n = o->n < PD_LEARN_KEEPS ? o->n : PD_LEARN_KEEPS, at;
+    struct pd_lengths **at = &l->length[length_of(prompt_tokens)][limit_of(max_tokens)], *o = *at ? *at : pd_calloc(1, sizeof *o, "lengths", NULL);
+    if (!(*at = o))
+        return;
+    uint32_t n = o->n < PD_LEARN_KEEPS ? o->n : PD_LEARN_KEEPS, to;
     if (n == PD_LEARN_KEEPS) {
-        at = place(o, n, o->ring[o->n % PD_LEARN_KEEPS]);
-        memmove(o->sorted + at, o->sorted + at + 1, (--n - at) * sizeof *o->sorted);
+        to = place(o, n, o->ring[o->n % PD_LEARN_KEEPS]);
+        memmove(o->sorted + to, o->sorted + to + 1, (--n - to) * sizeof *o->sorted);
     }
-    at = place(o, n, out);
-    memmove(o->sorted + at + 1, o->sorted + at, (n - at) * sizeof *o->sorted);
-    o->sorted[at] = out;
+    to = place(o, n, out);
+    memmove(o->sorted + to + 1, o->sorted + to, (n - to) * sizeof *o->sorted);
+    o->sorted[to] = out;
     o->ring[o->n++ % PD_LEARN_KEEPS] = out;
 }

@@ -7,7 +7,7 @@
  *   interference   what a decode batch added to a prefill beside it: steps of the prefill x the decode step
  *   transfer       bytes, alone on the path: those on their way share it
  *   sync           the rest between the prefill's end and the first token
- * and by length of the prompt: how many tokens come out.
+ * and by length of the prompt and the limit that was set: how many tokens come out.
  * It begins with a profile (profile.h) or with a guess, which is marked cold until there is enough of the cluster's own; what is old is marked stale. */
 #ifndef PD_ROUTE_LEARN_H
 #define PD_ROUTE_LEARN_H
@@ -15,7 +15,7 @@
 #include "estimate.h"
 #include "profile.h"
 
-enum { PD_LEARN_CLASSES = 64, PD_LEARN_PATHS = 256, PD_LEARN_LENGTHS = 8, PD_LEARN_KEEPS = 128 };
+enum { PD_LEARN_CLASSES = 64, PD_LEARN_PATHS = 256, PD_LEARN_LENGTHS = 8, PD_LEARN_LIMITS = 16, PD_LEARN_KEEPS = 128 };
 #define PD_LEARN_STALE_US 300000000
 
 struct pd_learn_class { uint64_t key; struct pd_term queue, prefill, decode, interference; };
@@ -23,15 +23,16 @@ struct pd_learn_class { uint64_t key; struct pd_term queue, prefill, decode, int
 struct pd_ahead { uint32_t runs; uint64_t tokens; uint32_t seqs; uint64_t kv_tokens; };
 struct pd_learn_path { uint64_t key; struct pd_term transfer, sync; uint32_t active; int64_t used_us; };
 struct pd_lengths { uint32_t ring[PD_LEARN_KEEPS], sorted[PD_LEARN_KEEPS], n; };
-struct pd_learn {               /* zero-initialise; the first class and path that do not fit any more share the last one's place */
+struct pd_learn {               /* zero-initialise; the first class that does not fit any more shares the last one's place, a path has none then */
     const struct pd_profile *profile;   /* or NULL; the caller's */
     struct pd_learn_class *class_; uint32_t n_classes;
     struct pd_learn_path *path; uint32_t n_paths;
-    struct pd_lengths length[PD_LEARN_LENGTHS];
+    struct pd_lengths *length[PD_LEARN_LENGTHS][PD_LEARN_LIMITS];       /* made at first use */
 };
 void pd_learn_free(struct pd_learn *l);
 
-/* Their places; made at first use. PD_ENOMEM. */
+/* Their places; made at first use. PD_ENOMEM: also of a path past PD_LEARN_PATHS, of which nothing is learnt here. kind: of the profile's path to begin with; NULL:
+ * "local" within a domain, else "cross". */
 int pd_learn_class_of(struct pd_learn *l, const struct pd_worker_rec *w, uint32_t *out, struct pd_err *e);
 int pd_learn_path_of(struct pd_learn *l, struct pd_str from, struct pd_str to, const char *kind, uint32_t *out, struct pd_err *e);
 
@@ -51,5 +52,6 @@ void pd_learned_prefill(struct pd_learn *l, uint32_t cls, uint64_t tokens, uint6
 void pd_learned_tpot(struct pd_learn *l, uint32_t cls, uint32_t seqs, uint64_t kv_tokens, int64_t us, int64_t now_us);
 void pd_learned_interference(struct pd_learn *l, uint32_t cls, uint64_t tokens, uint32_t seqs, uint64_t kv_tokens, int64_t us, int64_t now_us);
 void pd_learned_transfer(struct pd_learn *l, uint32_t path, uint64_t bytes, uint32_t shared, int64_t us, int64_t sync_us, int64_t now_us);
-void pd_learned_length(struct pd_learn *l, uint32_t prompt_tokens, uint32_t out);
+/* A run that was told to end after max_tokens says nothing of how long one with another limit would be: they are kept apart, by powers of two. */
+void pd_learned_length(struct pd_learn *l, uint32_t prompt_tokens, uint32_t max_tokens, uint32_t out);
 #endif

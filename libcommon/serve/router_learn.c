@@ -244,7 +244,7 @@ static void learn(struct pd_router *r, const struct pd_rt_run *run, const struct
     }
     if (t->has_d_class && o->has & PD_OC_TPOT)
         pd_learned_tpot(&l->l, t->d_class, batch, t->kv_tokens + (o->prompt_tokens + o->completion_tokens / 2) * (uint64_t)run->n, o->tpot_us, now);
-    pd_learned_length(&l->l, o->prompt_tokens, o->completion_tokens);
+    pd_learned_length(&l->l, o->prompt_tokens, run->need.max_tokens, o->completion_tokens);
 }
 
 void pd_rt_learn_end(struct pd_router *r, struct pd_rt_run *run, const char *finish)

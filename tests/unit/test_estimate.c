@@ -5,7 +5,9 @@
 #include <stddef.h>
 #include <cmocka.h>
 #include <stdlib.h>
-#include "../../libcommon/route/estimate.h"
+#include <stdio.h>
+#include <string.h>
+#include "../../libcommon/route/learn.h"
 
 static uint64_t rng = 1;
 static double uniform(void)
@@ -293,10 +295,58 @@ static void sums(void **state)
     assert_true(pd_sum_cost(&s).cold && pd_sum_cost(&s).stale);
 }
 
+/* Runs that may make one token, however many, say nothing of what one that may make 2,000 will. */
+static void limits_are_no_lengths(void **state)
+{
+    static struct pd_learn l;
+    uint32_t p50, p95;
+    for (int i = 0; i < 1000; i++)
+        pd_learned_length(&l, 500, i % 10 ? 1 : 2000, i % 10 ? 1 : 300 + (uint32_t)i % 100);
+    pd_learn_length(&l, 500, 2000, &p50, &p95);
+    assert_true(p50 >= 300 && p50 <= 400 && p95 >= 300 && p95 <= 400);
+    pd_learn_length(&l, 500, 1500, &p50, &p95);
+    assert_true(p50 >= 300 && p95 <= 400);
+    pd_learn_length(&l, 500, 1, &p50, &p95);
+    assert_true(p50 == 1 && p95 == 1);
+    pd_learn_length(&l, 500, 100, &p50, &p95);          /* nobody asked for that yet */
+    assert_true(p50 == 50 && p95 == 100);
+    pd_learn_length(&l, 500, UINT32_MAX, &p50, &p95);
+    assert_int_equal(p95, UINT32_MAX);
+    pd_learn_free(&l);
+}
+
+/* As many paths as there is room for, each by itself, and none that is two; within a domain it begins with another cost than between two. */
+static void each_path_is_one(void **state)
+{
+    static struct pd_learn l;
+    static struct pd_profile_path path[2] = { { .class_ = { "cross", 5 }, .fit = { .k = 2, .theta = { 9000, 9 }, .typical = { 1, 1e6 } } },
+                                              { .class_ = { "local", 5 }, .fit = { .k = 2, .theta = { 10, 0.01 }, .typical = { 1, 1e6 } } } };
+    static struct pd_profile profile = { .path = path, .n_paths = 2 };
+    struct pd_err err;
+    struct pd_route_path x;
+    uint32_t at, n = 0;
+    l.profile = &profile;
+    for (int i = 0; i < 20; i++)
+        for (int k = 0; k < 20; k++) {
+            char from[8], to[8];
+            snprintf(from, sizeof from, "r%d", i);
+            snprintf(to, sizeof to, "r%d", k);
+            int rc = pd_learn_path_of(&l, (struct pd_str){ from, strlen(from) }, (struct pd_str){ to, strlen(to) }, NULL, &at, &err);
+            if (n == PD_LEARN_PATHS) {
+                assert_int_equal(rc, PD_ENOMEM);
+                continue;
+            }
+            assert_true(rc == 0 && at == n++);
+            pd_learn_ways(&l, at, 1000000, 0, &x);
+            assert_int_equal(x.latency.p50, i == k ? 10 : 9000);
+        }
+    pd_learn_free(&l);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(from_nothing), cmocka_unit_test(follows), cmocka_unit_test(covers), cmocka_unit_test(accidents_and_lies), cmocka_unit_test(guesses),
         cmocka_unit_test(one_quantity), cmocka_unit_test(sums), cmocka_unit_test(cold_at_first), cmocka_unit_test(bands_mend_the_formula), cmocka_unit_test(the_fit_itself),
-        cmocka_unit_test(the_rank_stays_in_its_range) };
+        cmocka_unit_test(the_rank_stays_in_its_range), cmocka_unit_test(limits_are_no_lengths), cmocka_unit_test(each_path_is_one) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
