@@ -709,7 +709,7 @@ int pd_choose(struct pd_route_rec *r, struct pd_err *e)
         r->propensity = o->share * was_drawn(&c, o);
         r->ttft = o->ttft;
         r->completion = o->completion;
-        if (c.policy.kind == PD_POLICY_CONDITIONAL)     /* the others do not go by it */
+        if (c.policy.kind == PD_POLICY_CONDITIONAL || c.policy.kind == PD_POLICY_FIXED)         /* the others do not go by it */
             r->degraded |= (o->completion.marks & PD_SPREAD_COLD ? PD_DG_COLD : 0) | (o->completion.marks & PD_SPREAD_STALE ? PD_DG_STALE : 0);
         if (!r->quiet)
             words(&c, o);

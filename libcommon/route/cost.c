@@ -32,14 +32,19 @@ static inline void plus(struct sum *o, struct pd_spread s)
     o->marks |= s.marks;
 }
 
-static inline struct pd_spread so_far(const struct sum *o) { return (struct pd_spread){ pd_us_of(o->p50 + sqrt(o->spread2)), pd_us_of(o->p50), o->marks }; }
+/* permille: how wide such sums have been found to be, as their parts are not by chance alone large together; 0: not known. */
+static inline struct pd_spread so_far(const struct sum *o, uint32_t permille)
+{
+    double wide = permille ? permille / 1000.0 : 1;
+    return (struct pd_spread){ pd_us_of(o->p50 + wide * sqrt(o->spread2)), pd_us_of(o->p50), o->marks };
+}
 
 struct pd_spread pd_spread_sum(const struct pd_spread *s, int n)
 {
     struct sum t = { 0, 0, 0 };
     for (int i = 0; i < n; i++)
         plus(&t, s[i]);
-    return so_far(&t);
+    return so_far(&t, 0);
 }
 
 struct pd_spread pd_spread_times(struct pd_spread s, double by) { return (struct pd_spread){ pd_us_of((double)s.p95 * by), pd_us_of((double)s.p50 * by), s.marks }; }
@@ -88,9 +93,9 @@ static void local(const struct pd_route_rec *r, const struct pd_route_row *d, st
     plus(&t, d->queue);
     plus(&t, d->prefill);
     plus(&t, d->interference);
-    o->ttft = so_far(&t);
+    o->ttft = so_far(&t, r->input.local_ttft);
     plus(&t, pd_spread_times(d->tpot, out_tokens(r) - 1));
-    o->completion = so_far(&t);
+    o->completion = so_far(&t, r->input.local_completion);
     o->itl_us = pd_us_of((double)d->seqs * (double)d->prefill.p50);           /* its prompt is computed between their tokens */
     o->queue_us = pd_us_of((double)d->queue_runs * (double)d->prefill.p50);
 }
@@ -104,21 +109,21 @@ static void remote(const struct pd_route_rec *r, const struct pd_route_row *p, c
     struct sum way = { 0, 0, 0 }, t = { 0, 0, 0 };
     plus(&way, x->latency);
     plus(&way, (struct pd_spread){ pd_us_of((double)x->kib_ns.p95 * shared), pd_us_of((double)x->kib_ns.p50 * shared), x->kib_ns.marks });
-    o->transfer = so_far(&way);
+    o->transfer = so_far(&way, 0);
     int64_t over = pd_us_of((double)p->prefill.p50 * x->overlap_permille / 1000);
     o->overlap_us = over < o->transfer.p50 ? over : o->transfer.p50;
     plus(&t, p->queue);
     plus(&t, p->prefill);
     if (r->input.early)
-        o->ttft = so_far(&t);
+        o->ttft = so_far(&t, r->input.remote_ttft);
     plus(&t, (struct pd_spread){ o->transfer.p95 - o->overlap_us, o->transfer.p50 - o->overlap_us, o->transfer.marks });
     plus(&t, x->sync);
     plus(&t, d->slot);
     t.p50 += (double)x->penalty_us;
     if (!r->input.early)
-        o->ttft = so_far(&t);
+        o->ttft = so_far(&t, r->input.remote_ttft);
     plus(&t, pd_spread_times(d->tpot, out_tokens(r) - 1));
-    o->completion = so_far(&t);
+    o->completion = so_far(&t, r->input.remote_completion);
     o->itl_us = pd_us_of((double)p->seqs * (double)p->prefill.p50);
     o->queue_us = pd_us_of((double)p->queue_runs * (double)p->prefill.p50);
     o->link_us = pd_us_of((double)x->active * (double)o->transfer.p50);

@@ -3,7 +3,7 @@
  *   remote   queue(P) + prefill(P, what it lacks) + max(0, transfer(bytes that D lacks, path) - overlap) + sync + penalty(path)
  *   local    slot(D) + queue(D) + prefill(D, what it lacks) + interference
  *   completion = that (TTFT) + expected output tokens after the first x TPOT on D; of both ways
- * P95 of a sum is the sum of P50 plus the root of the summed squares of P95 - P50. What others are made to wait is told apart: `itl` of D's batch (and of P's, if
+ * P95 of a sum is the sum of P50 plus the root of the summed squares of P95 - P50, times what the record tells of such sums (permille). What others are made to wait is told apart: `itl` of D's batch (and of P's, if
  * it decodes too), `queue` of prompts behind this one, `link` of transfers on the same path, `capacity` when D's blocks run short.
  */
 #ifndef PD_ROUTE_COST_H

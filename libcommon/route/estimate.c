@@ -83,7 +83,7 @@ static void fit_learn(struct pd_fit *f, const double *x, double y, bool warm)
 /* ---- bands ---- */
 
 static uint32_t kept(const struct pd_band *b) { return b->n < PD_BAND_KEEPS ? b->n : PD_BAND_KEEPS; }
-static bool warm(const struct pd_band *b) { return b->n >= WARM; }
+bool pd_band_warm(const struct pd_band *b) { return b->n >= WARM; }
 
 static uint32_t rank(const struct pd_band *b, uint32_t n, float v)
 {
@@ -98,10 +98,12 @@ static uint32_t rank(const struct pd_band *b, uint32_t n, float v)
     return lo;
 }
 
-static void band_learn(struct pd_band *b, float ratio)
+void pd_band_learn(struct pd_band *b, float ratio)
 {
     uint32_t n = kept(b), at;
-    if (warm(b)) {
+    if (!b->n)
+        b->miss = ALPHA;
+    if (pd_band_warm(b)) {
         bool missed = ratio > b->q95;
         b->judged++;
         b->covered += !missed;
@@ -138,8 +140,8 @@ struct pd_cost pd_term_cost(const struct pd_term *t, const double *x, int64_t no
     const struct pd_band *b = &t->band[size_of(t, x)];
     double y = predict(&t->fit, x);
     struct pd_cost c = { .p50 = y, .p95 = WIDE * y, .cold = true };
-    b = warm(b) ? b : &t->all;
-    if (warm(b))
+    b = pd_band_warm(b) ? b : &t->all;
+    if (pd_band_warm(b))
         c = (struct pd_cost){ .p50 = y * b->q50, .p95 = y * b->q95 };
     if (t->last_us && now_us - t->last_us > stale_us) {
         c.stale = true;
@@ -158,12 +160,12 @@ bool pd_term_learn(struct pd_term *t, const double *x, double y, int64_t now_us)
     bool known = t->all.n || linear(&t->fit, x) > 0, first = !t->all.n && t->fit.guessed;
     float ratio = (float)(y / predict(&t->fit, x));
     if (known) {                /* the very first one has nothing that it could be compared with */
-        band_learn(&t->band[size_of(t, x)], ratio);
-        band_learn(&t->all, ratio);
+        pd_band_learn(&t->band[size_of(t, x)], ratio);
+        pd_band_learn(&t->all, ratio);
     }
     if (first && linear(&t->fit, x) > 0)
         fit_scale(&t->fit, x, y);
-    fit_learn(&t->fit, x, y, warm(&t->all));
+    fit_learn(&t->fit, x, y, pd_band_warm(&t->all));
     t->last_us = now_us;
     return true;
 }

@@ -44,6 +44,10 @@ bool pd_term_learn(struct pd_term *t, const double *x, double y, int64_t now_us)
 uint64_t pd_term_steps(const struct pd_term *t);
 double pd_term_coverage(const struct pd_term *t);       /* of P95, of all bands; 1 before any was judged */
 
+/* One more ratio; the band begins zeroed. And is there enough to go by? */
+void pd_band_learn(struct pd_band *b, float ratio);
+bool pd_band_warm(const struct pd_band *b);
+
 /* Costs one after another: P95 of a sum = sum of P50 + root of the sum of squared (P95 - P50) (05-route). */
 struct pd_sum { double p50, spread2; bool cold, stale; };
 void pd_sum_add(struct pd_sum *s, struct pd_cost c);

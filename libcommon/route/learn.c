@@ -9,6 +9,7 @@ static const double guess_prefill[] = { 2000, 500, 0.02 }, typical_prefill[] = {
     guess_beside[] = { 0, 1 }, typical_beside[] = { 1, 50000 }, guess_transfer[] = { 1000, 0.001 }, typical_transfer[] = { 1, 4e6 }, guess_sync[] = { 5000 }, one[] = { 1 };
 static const double prefill_edge[] = { 128, 512, 2048 }, decode_edge[] = { 1.5, 4.5, 16.5 }, queue_edge[] = { 0.5, 100000, 1000000 }, beside_edge[] = { 20000, 100000, 500000 }, bytes_edge[] = { 262144, 4194304, 67108864 },
     no_edge[] = { 1e300, 1e300, 1e300 };
+enum { SUM_LEAST = 100, SUM_MOST = 10000 };       /* permille */
 enum { STEP_TOKENS = 256, LENGTH_WARM = 20 };   /* of a prefill between decode steps, about */
 
 void pd_learn_free(struct pd_learn *l)
@@ -184,6 +185,13 @@ void pd_learn_ways(const struct pd_learn *l, uint32_t path, uint64_t bytes, int6
     x->age_us = p->used_us && now_us > p->used_us ? now_us - p->used_us : 0;
 }
 
+uint32_t pd_learn_sum(const struct pd_learn *l, bool remote, int of)
+{
+    const struct pd_band *b = &l->sum[remote][of];
+    double v = 1000.0 * b->q95;
+    return !pd_band_warm(b) ? 0 : v < SUM_LEAST ? SUM_LEAST : v > SUM_MOST ? SUM_MOST : (uint32_t)(v + 0.5);
+}
+
 static int length_of(uint32_t prompt_tokens)
 {
     int b = 0;
@@ -255,6 +263,13 @@ void pd_learned_transfer(struct pd_learn *l, uint32_t path, uint64_t bytes, uint
     if (bytes && us > 0)
         pd_term_learn(&p->transfer, x, (double)us, now_us);
     pd_term_learn(&p->sync, one, sync_us > 0 ? (double)sync_us : 1, now_us);
+}
+
+void pd_learned_sum(struct pd_learn *l, bool remote, int of, struct pd_spread told, uint32_t permille, int64_t us)
+{
+    double wide = (double)(told.p95 - told.p50) * 1000 / (permille ? permille : 1000);
+    if (us >= 0 && wide >= 1 && !(told.marks & PD_SPREAD_COLD))
+        pd_band_learn(&l->sum[remote][of], (float)((double)(us - told.p50) / wide));
 }
 
 static uint32_t place(const struct pd_lengths *o, uint32_t n, uint32_t v)

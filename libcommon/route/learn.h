@@ -27,6 +27,7 @@ struct pd_learn {               /* zero-initialise; the first class that does no
     const struct pd_profile *profile;   /* or NULL; the caller's */
     struct pd_learn_class *class_; uint32_t n_classes;
     struct pd_learn_path *path; uint32_t n_paths;
+    struct pd_band sum[2][2];           /* of local and remote ways, ttft and completion: (what it was - P50) / (P95 - P50) */
     struct pd_lengths *length[PD_LEARN_LENGTHS][PD_LEARN_LIMITS];       /* made at first use */
 };
 void pd_learn_free(struct pd_learn *l);
@@ -46,12 +47,17 @@ int64_t pd_learn_itl(const struct pd_learn *l, uint32_t cls, uint64_t kv_tokens)
 void pd_learn_ways(const struct pd_learn *l, uint32_t path, uint64_t bytes, int64_t now_us, struct pd_route_path *x);
 void pd_learn_length(const struct pd_learn *l, uint32_t prompt_tokens, uint32_t max_tokens, uint32_t *p50, uint32_t *p95);
 
+/* By what the P95 - P50 of a sum is to be multiplied, permille: 95 % are to stay below. 0: it is not known yet. */
+enum { PD_LEARN_TTFT, PD_LEARN_COMPLETION };
+uint32_t pd_learn_sum(const struct pd_learn *l, bool remote, int of);
+
 /* What it was. What is no measurement (0, less) is ignored. */
 void pd_learned_queue(struct pd_learn *l, uint32_t cls, struct pd_ahead a, int64_t us, int64_t now_us);
 void pd_learned_prefill(struct pd_learn *l, uint32_t cls, uint64_t tokens, uint64_t context, int64_t us, int64_t now_us);
 void pd_learned_tpot(struct pd_learn *l, uint32_t cls, uint32_t seqs, uint64_t kv_tokens, int64_t us, int64_t now_us);
 void pd_learned_interference(struct pd_learn *l, uint32_t cls, uint64_t tokens, uint32_t seqs, uint64_t kv_tokens, int64_t us, int64_t now_us);
 void pd_learned_transfer(struct pd_learn *l, uint32_t path, uint64_t bytes, uint32_t shared, int64_t us, int64_t sync_us, int64_t now_us);
+void pd_learned_sum(struct pd_learn *l, bool remote, int of, struct pd_spread told, uint32_t permille /* it was told with */, int64_t us);
 /* A run that was told to end after max_tokens says nothing of how long one with another limit would be: they are kept apart, by powers of two. */
 void pd_learned_length(struct pd_learn *l, uint32_t prompt_tokens, uint32_t max_tokens, uint32_t out);
 #endif

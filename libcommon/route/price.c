@@ -26,6 +26,16 @@ static void widen(struct pd_spread *s, const struct pd_member *m, int64_t age_us
     }
 }
 
+/* What it told of its cache is old: it may hold nothing of the prompt by now. */
+static void doubt(const struct pd_learn *l, uint32_t cls, const struct pd_need *q, const struct pd_member *m, struct pd_route_row *w)
+{
+    if (m->held.how != PD_HELD_EVENTS || !w->hit_blocks || m->said.beat_us <= 0 || w->index_age_us <= 3 * m->said.beat_us)
+        return;
+    struct pd_spread miss = pd_learn_prefill(l, cls, q->prompt_tokens, 0, q->now_us);
+    w->prefill.p95 = miss.p95 > w->prefill.p95 ? miss.p95 : w->prefill.p95;
+    w->prefill.marks |= PD_SPREAD_STALE;
+}
+
 /* The last one: most workers lack the same of a prompt. */
 struct memo { bool any; uint32_t cls, tokens; struct pd_spread prefill; };
 
@@ -41,6 +51,7 @@ static void price_p(struct pd_learn *l, const struct pd_decision *o, struct pd_m
     if (!last->any || last->cls != cls || last->tokens != w->miss_tokens)
         *last = (struct memo){ true, cls, w->miss_tokens, pd_learn_prefill(l, cls, w->miss_tokens, o->need.prompt_tokens - w->miss_tokens, now) };
     w->prefill = last->prefill;
+    doubt(l, cls, &o->need, m, w);
     widen(&w->queue, m, w->load_age_us);
 }
 
@@ -90,6 +101,10 @@ void pd_price(struct pd_learn *l, struct pd_decision *o)
     struct pd_route_rec *r = &o->rec;
     struct memo last = { .any = false };
     pd_learn_length(l, r->input.n_tokens, r->input.max_tokens, &r->input.out_p50, &r->input.out_p95);
+    r->input.local_ttft = pd_learn_sum(l, false, PD_LEARN_TTFT);
+    r->input.local_completion = pd_learn_sum(l, false, PD_LEARN_COMPLETION);
+    r->input.remote_ttft = pd_learn_sum(l, true, PD_LEARN_TTFT);
+    r->input.remote_completion = pd_learn_sum(l, true, PD_LEARN_COMPLETION);
     for (uint32_t i = 0; i < o->n_d && !r->input.kv_bytes; i++)
         r->input.kv_bytes = o->d_row[i].x ? 0 : pd_kv_token_bytes(&o->d_row[i].m->said.layout);
     for (uint32_t i = 0; i < o->n_p; i++)

@@ -79,6 +79,8 @@ void pd_rt_learn_sent(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     t->tpot = d->tpot;
     t->ttft = rec->ttft;
     t->completion = rec->completion;
+    t->ttft_permille = o->p ? rec->input.remote_ttft : rec->input.local_ttft;
+    t->completion_permille = o->p ? rec->input.remote_completion : rec->input.local_completion;
     if (rec->shadow.policy[0]) {
         const struct pd_route_chosen *s = &rec->shadow.chosen;
         pd_metric_add(r->learning.m_differs[!s->any || s->mode != rec->chosen.mode || s->p != rec->chosen.p || s->d != rec->chosen.d], 1);
@@ -222,6 +224,9 @@ static void learn(struct pd_router *r, const struct pd_rt_run *run, const struct
     if (o->has & PD_OC_QUEUE && (remote ? t->has_p_class : t->has_d_class))
         pd_learned_queue(&l->l, remote ? t->p_class : t->d_class, t->ahead, o->queue_us, now);
     judge(l, TTFT, t->ttft, o->has & PD_OC_TTFT ? o->ttft_us : -1);
+    pd_learned_sum(&l->l, remote, PD_LEARN_TTFT, t->ttft, t->ttft_permille, o->has & PD_OC_TTFT ? o->ttft_us : -1);
+    if (!strcmp(o->finish_reason, "length"))
+        pd_learned_sum(&l->l, remote, PD_LEARN_COMPLETION, t->completion, t->completion_permille, o->has & PD_OC_COMPLETION ? o->completion_us : -1);
     if (remote) {
         judge(l, PREFILL, t->prefill, prefill);
         judge(l, TRANSFER, t->transfer, o->has & PD_OC_TRANSFER ? o->transfer_us : -1);

@@ -14,6 +14,7 @@ struct pd_rt_told {
     uint64_t tokens, context, kv_tokens; uint32_t seqs, shared;         /* to compute, after; D's batch; transfers beside it */
     struct pd_ahead ahead;              /* of whoever computes the prompt */
     struct pd_spread queue, prefill, interference, transfer, sync, tpot, ttft, completion;
+    uint32_t ttft_permille, completion_permille;        /* that these two sums were told with */
     bool on_path; int64_t on_path_until;        /* its KV counts as being on its way */
 };
 /* What the workers said of it; -1: nothing. */

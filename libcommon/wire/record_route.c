@@ -244,6 +244,8 @@ static const struct pd_table version_table = { "versions", version_field, N(vers
 static const struct pd_field input_field[] = {
     { "n_tokens", PD_F_U32, PD_FF_REQ, I(n_tokens) }, { "exact", PD_F_BOOL, PD_FF_ALWAYS, I(exact) }, { "max_tokens", PD_F_U32, PD_FF_REQ, I(max_tokens) },
     { "n", PD_F_U32, PD_FF_REQ, I(n) }, { "out_p50", PD_F_U32, PD_FF_NZ, I(out_p50) }, { "out_p95", PD_F_U32, PD_FF_NZ, I(out_p95) },
+    { "local_ttft_permille", PD_F_U32, PD_FF_NZ, I(local_ttft) }, { "local_completion_permille", PD_F_U32, PD_FF_NZ, I(local_completion) },
+    { "remote_ttft_permille", PD_F_U32, PD_FF_NZ, I(remote_ttft) }, { "remote_completion_permille", PD_F_U32, PD_FF_NZ, I(remote_completion) },
     { "block_size", PD_F_U32, PD_FF_NZ, I(block_size) }, { "kv_bytes", PD_F_U32, PD_FF_NZ, I(kv_bytes) }, { "adapter", PD_F_STR, 0, I(adapter) },
     { "deadline_us", PD_F_I64, PD_FF_NZ, I(deadline_us) }, { "slo", PD_F_MAP, 0, I(slo) },
     { "digest", PD_F_BYTES, PD_FF_HAS, I(digest), .aux = offsetof(struct pd_route_input, has_digest) }, { "local", PD_F_BOOL, 0, I(local) },

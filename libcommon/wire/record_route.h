@@ -92,6 +92,7 @@ struct pd_route_input {
     uint32_t n_tokens; bool exact;      /* exact: counted, not guessed from the length of the text */
     uint32_t max_tokens, n;
     uint32_t out_p50, out_p95;          /* tokens expected a choice */
+    uint32_t local_ttft, local_completion, remote_ttft, remote_completion;      /* by what the P95 - P50 of these sums is to be multiplied, permille; 0: as it is */
     uint32_t block_size, kv_bytes;      /* tokens a block; bytes of KV a token */
     struct pd_str adapter;
     int64_t deadline_us;                /* left of it; 0: none */

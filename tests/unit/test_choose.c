@@ -90,6 +90,20 @@ static void uncertainty_counts(void **state)
     assert_true(fabs(pd_risk_scale(0.95) - 1) < 1e-8 && pd_risk_scale(0.5) == 0 && fabs(pd_risk_scale(0.99) - 2.3263478740 / 1.6448536270) < 1e-7);
 }
 
+static void sums_are_as_wide_as_is_told(void **state)
+{
+    scene("conditional");
+    choose();
+    struct pd_spread local = r.completion, remote = r.pair[2].ttft, through = r.pair[2].completion, move = r.pair[2].transfer;
+    r.input.local_completion = 2000;
+    r.input.remote_ttft = 500;
+    r.input.remote_completion = 3000;
+    choose();
+    assert_true(r.pair[2].p == 0 && r.pair[0].p < 0 && labs(r.pair[0].completion.p95 - local.p95 - (local.p95 - local.p50)) <= 1 && r.pair[0].completion.p50 == local.p50);
+    assert_true(labs(2 * (r.pair[2].ttft.p95 - remote.p50) - (remote.p95 - remote.p50)) <= 2 && r.pair[2].transfer.p95 == move.p95);
+    assert_true(labs(r.pair[2].completion.p95 - through.p50 - 3 * (through.p95 - through.p50)) <= 3);
+}
+
 static void blocks_that_run_short_count(void **state)
 {
     scene("conditional");
@@ -108,6 +122,10 @@ static void load_policies_go_by_blocks(void **state)
     assert_string_equal(way(), "aggregated d0");        /* 114 + 10 against 125 */
     assert_true(d[0].cost == 124 && d[1].cost == 125 && r.n_pairs == 2);
     scene("fixed");
+    p[0].prefill.marks = PD_SPREAD_COLD;
+    choose();
+    assert_int_equal(r.degraded, PD_DG_COLD);           /* what it goes by is a guess, and is said to be */
+    p[0].prefill.marks = 0;
     queued(&p[0], 1);
     d[0].blocks = 1;
     assert_string_equal(way(), "remote p1>d1");
@@ -472,6 +490,8 @@ static void any_record(uint64_t seed)
         .epoch = any(3), .versions = { any(99), any(99), any(99) }, .degraded = (uint32_t)any(16),
         .input = { .n_tokens = (uint32_t)any(32000), .exact = any(2), .max_tokens = (uint32_t)any(999) + 1, .n = (uint32_t)any(3) + 1, .out_p50 = (uint32_t)any(300),
                    .out_p95 = (uint32_t)any(900), .block_size = (uint32_t)any(2) * 16, .kv_bytes = (uint32_t)any(100000), .early = any(5) == 0, .local = any(9) == 0 } };
+    r.input.local_ttft = any(3) ? 0 : (uint32_t)any(5000);
+    r.input.remote_completion = any(3) ? 0 : (uint32_t)any(5000);
     snprintf(r.policy, sizeof r.policy, "%s", policies[any(7)]);
     if (!any(3))
         snprintf(r.shadow.policy, sizeof r.shadow.policy, "%s", policies[any(7)]);
@@ -559,7 +579,7 @@ static void what_makes_no_sense_is_refused(void **st)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(conditional_goes_by_what_it_costs), cmocka_unit_test(uncertainty_counts), cmocka_unit_test(blocks_that_run_short_count),
+        cmocka_unit_test(conditional_goes_by_what_it_costs), cmocka_unit_test(uncertainty_counts), cmocka_unit_test(sums_are_as_wide_as_is_told), cmocka_unit_test(blocks_that_run_short_count),
         cmocka_unit_test(load_policies_go_by_blocks), cmocka_unit_test(rules_are_as_published), cmocka_unit_test(what_stands_in_the_way),
         cmocka_unit_test(those_that_reach_nobody_are_passed_over), cmocka_unit_test(those_that_nobody_reaches_hide_no_other),
         cmocka_unit_test(the_near_one_is_found), cmocka_unit_test(chance_is_told_as_it_is), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),

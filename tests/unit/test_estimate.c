@@ -343,10 +343,34 @@ static void each_path_is_one(void **state)
     pd_learn_free(&l);
 }
 
+/* Parts of a sum that are large together, or wider in parts than as a whole: of what was told of it 95 % come true either way. */
+static void sums_are_as_wide_as_they_are_found(void **state)
+{
+    for (int how = 0; how < 3; how++) {
+        static struct pd_learn l;
+        int over = 0, n = 0;
+        for (int i = 0; i < 6000; i++) {
+            struct pd_spread a = { 1400, 1000, 0 }, b = { 2800, 2000, 0 };
+            double wide = sqrt(400.0 * 400 + 800.0 * 800) * (how == 2 ? 3 : 1), busy = noise(0.25, 0), x = how ? noise(0.25, 0) : busy, y = how ? noise(0.25, 0) : busy;
+            uint32_t permille = pd_learn_sum(&l, how == 1, PD_LEARN_TTFT);
+            struct pd_spread told = { a.p50 + b.p50 + (int64_t)(wide * (permille ? permille : 1000) / 1000), a.p50 + b.p50, 0 };
+            int64_t took = (int64_t)(1000 * x + 2000 * y);
+            n += i >= 1000;
+            over += i >= 1000 && took > told.p95;
+            pd_learned_sum(&l, how == 1, PD_LEARN_TTFT, told, permille, took);
+        }
+        if (n - over < 0.93 * n || n - over > 0.97 * n)
+            fail_msg("%d: %d of %d", how, n - over, n);
+        assert_int_equal(pd_learn_sum(&l, how != 1, PD_LEARN_TTFT), 0);
+        assert_int_equal(pd_learn_sum(&l, how == 1, PD_LEARN_COMPLETION), 0);
+        pd_learn_free(&l);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(from_nothing), cmocka_unit_test(follows), cmocka_unit_test(covers), cmocka_unit_test(accidents_and_lies), cmocka_unit_test(guesses),
         cmocka_unit_test(one_quantity), cmocka_unit_test(sums), cmocka_unit_test(cold_at_first), cmocka_unit_test(bands_mend_the_formula), cmocka_unit_test(the_fit_itself),
-        cmocka_unit_test(the_rank_stays_in_its_range), cmocka_unit_test(limits_are_no_lengths), cmocka_unit_test(each_path_is_one) };
+        cmocka_unit_test(the_rank_stays_in_its_range), cmocka_unit_test(limits_are_no_lengths), cmocka_unit_test(each_path_is_one), cmocka_unit_test(sums_are_as_wide_as_they_are_found) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -822,6 +822,30 @@ static void the_absent_take_no_rows(void **state)
     assert_string_equal(why(m), "stale load 10.1s");
 }
 
+/* What a worker told of its cache long ago may be gone: the prompt may have to be computed whole. */
+static void an_old_index_is_wide(void **state)
+{
+    static struct pd_learn learnt;
+    struct pd_member *m = say((struct who)READY("unix:/a", "both"), 1);
+    struct pd_need q = need(PD_POLICY_CONDITIONAL);
+    q.learn = &learnt;
+    q.prompt_tokens = 1600;
+    m->said.beat_us = 1000000;
+    m->held = (struct pd_held){ 90, PD_HELD_EVENTS, 3000000 };
+    pd_decide(&reg, &q, &dec);
+    struct pd_spread fresh = dec.d_rows[0].prefill;
+    assert_true(dec.d_rows[0].hit_blocks == 90 && !(fresh.marks & PD_SPREAD_STALE));
+    m->held.age_us++;
+    pd_decide(&reg, &q, &dec);
+    struct pd_spread old = dec.d_rows[0].prefill;
+    assert_true(old.p50 == fresh.p50 && old.marks & PD_SPREAD_STALE && dec.rec.degraded & PD_DG_STALE);
+    assert_int_equal(old.p95, pd_learn_prefill(&learnt, 0, 1600, 0, 1000).p95);
+    m->held.how = PD_HELD_GUESS;        /* a guess has its own mark */
+    pd_decide(&reg, &q, &dec);
+    assert_true(dec.d_rows[0].prefill.p95 == fresh.p95 && !(dec.rec.degraded & PD_DG_STALE));
+    pd_learn_free(&learnt);
+}
+
 int main(void)
 {
 #define T(f) cmocka_unit_test_teardown(f, clean)
@@ -830,6 +854,7 @@ int main(void)
         T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs),
 #define P(f) cmocka_unit_test_teardown(f, clean_paths)
         P(a_domain_is_required), P(too_many_domains), P(a_breaker_keeps_a_pair_apart), P(who_is_maintained_gets_nothing), P(limits_of_room_and_fallbacks), P(no_hold_is_lost_among_many),
-        P(far_ones_are_not_asked_while_near_ones_are_there), P(no_prompt_goes_where_it_cannot_be), P(the_absent_take_no_rows) };
+        P(far_ones_are_not_asked_while_near_ones_are_there), P(no_prompt_goes_where_it_cannot_be), P(the_absent_take_no_rows),
+        T(an_old_index_is_wide) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
