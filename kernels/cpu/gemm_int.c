@@ -10,7 +10,7 @@
 #if defined(PD_ISA_AVX512)
 enum { R_MAX = 6, NV = 2, WIDEN_FROM = 1 << 30 };
 #elif defined(PD_ISA_AVX2)
-enum { R_MAX = 2, NV = 1, WIDEN_FROM = 1 << 30 };
+enum { R_MAX = 4, NV = 1, WIDEN_FROM = 1 << 30 };
 #else
 enum { R_MAX = 1, NV = 1, WIDEN_FROM = 2 };
 #endif
@@ -42,10 +42,12 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
         for (int o = g.ask; g.ask_step && o < planes * 128 + g.scale_bytes; o += g.ask_step)
             __builtin_prefetch(p + g.ahead + o, 0, 2);
         int lo = sub == 32 || !half ? -g.off : 0, hi = sub == 32 || half ? -g.off : 0;
-        vi i[R_MAX][NV];
+        vs i[R_MAX][NV];
+        int16_t wide[R_MAX][32];
         for (int r = 0; r < R; r++) {
             const struct act *a = (const void *)(xb + r * stride);
-            i[r][0] = g.off ? vi_madd16(a->isum, lo, hi) : vi_set1(0);
+            vx_open(wide[r], a->q + half * 16, sub, u4);
+            i[r][0] = vs_start(g.off ? vi_madd16(a->isum, lo, hi) : vi_set1(0), u4);
             for (int v = 1; v < NV; v++)
                 i[r][v] = i[r][0];
         }
@@ -60,9 +62,9 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
                     d[v] = !u4 ? w[v] : n ? vb_hi4(w[v]) : vb_lo4(w[v]);
                 for (int r = 0; r < R; r++) {
                     const struct act *a = (const void *)(xb + r * stride);
-                    vx xq = vx_bcast(a->q + half * 16 + (u4 ? 2 * q + n : q) * 4);
+                    vx xq = vx_quad(wide[r], a->q + half * 16, u4 ? 2 * q + n : q, sub, u4);
                     for (int v = 0; v < NV; v++)
-                        i[r][v] = vi_dot4(i[r][v], d[v], xq);
+                        i[r][v] = vs_dot(i[r][v], d[v], xq, u4);
                 }
             }
         }
@@ -71,7 +73,8 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
             vf s = scales(p, g.scale_f32, v0 + v);
             for (int r = 0; r < R; r++) {
                 const struct act *a = (const void *)(xb + r * stride);
-                acc[r][v] = vf_fma(vi_float(i[r][v]), vf_mul(vf_set1(a->scale), s), acc[r][v]);
+                vi sum = vs_end(i[r][v], g.off ? vi_madd16(a->isum, lo, hi) : vi_set1(0), u4);
+                acc[r][v] = vf_fma(vi_float(sum), vf_mul(vf_set1(a->scale), s), acc[r][v]);
             }
         }
         if (g.has_min)
@@ -127,9 +130,11 @@ static tile_fn *const u4_tiles[2][R_MAX + 1] = {
     { NULL, tile_1_32_1, tile_2_32_1, tile_3_32_1, tile_4_32_1, tile_5_32_1, tile_6_32_1 },
     { NULL, tile_1_16_1, tile_2_16_1, tile_3_16_1, tile_4_16_1, tile_5_16_1, tile_6_16_1 } };
 #elif defined(PD_ISA_AVX2)
-TILE(2, 32, 0) TILE(2, 16, 0) TILE(2, 32, 1) TILE(2, 16, 1)
-static tile_fn *const u8_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_0, tile_2_32_0 }, { NULL, tile_1_16_0, tile_2_16_0 } };
-static tile_fn *const u4_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_1, tile_2_32_1 }, { NULL, tile_1_16_1, tile_2_16_1 } };
+#define TILES(sub, u4) TILE(2, sub, u4) TILE(3, sub, u4) TILE(4, sub, u4)
+TILES(32, 0) TILES(16, 0) TILES(32, 1) TILES(16, 1)
+#define ROW(sub, u4) { NULL, tile_1_##sub##_##u4, tile_2_##sub##_##u4, tile_3_##sub##_##u4, tile_4_##sub##_##u4 }
+static tile_fn *const u8_tiles[2][R_MAX + 1] = { ROW(32, 0), ROW(16, 0) };
+static tile_fn *const u4_tiles[2][R_MAX + 1] = { ROW(32, 1), ROW(16, 1) };
 #else
 static tile_fn *const u8_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_0 }, { NULL, tile_1_16_0 } };
 static tile_fn *const u4_tiles[2][R_MAX + 1] = { { NULL, tile_1_32_1 }, { NULL, tile_1_16_1 } };

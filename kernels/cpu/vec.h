@@ -120,8 +120,14 @@ INL void vb_store(uint8_t *p, vb v) { _mm512_storeu_si512(p, v); }
 INL vb vb_xor(vb a, vb b) { return _mm512_xor_si512(a, b); }
 INL vb vb_lo4(vb v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INL vb vb_hi4(vb v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
-INL vx vx_bcast(const int8_t *p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
-INL vi vi_dot4(vi acc, vb w, vx x) { return _mm512_dpbusd_epi32(acc, w, x); }       /* acc + sum of four products, unsigned w, signed x */
+/* The sums of a sub-block of n <= 32 k, four products a lane and step, unsigned w, signed x other than -128; exact. small: every w is below 16. `wide` is
+ * room for what a build makes of the x of a whole sub-block first. */
+typedef vi vs;
+INL void vx_open(int16_t *wide, const int8_t *q, int n, int small) { }
+INL vx vx_quad(const int16_t *wide, const int8_t *q, int i, int n, int small) { int32_t x; memcpy(&x, q + 4 * i, 4); return _mm512_set1_epi32(x); }
+INL vs vs_start(vi bias, int small) { return bias; }
+INL vs vs_dot(vs acc, vb w, vx x, int small) { return _mm512_dpbusd_epi32(acc, w, x); }
+INL vi vs_end(vs acc, vi bias, int small) { return acc; }
 /* lo * (low 16 bits of *p) + hi * (high 16 bits), all signed, in every lane */
 INL vi vi_madd16(const int16_t *p, int lo, int hi)
 {
@@ -169,7 +175,7 @@ INL int v_sum_i8(__m128i q)
 typedef struct { __m256 a, b; } vf;
 typedef struct { __m256i a, b; } vi;
 typedef vi vb;
-typedef struct { __m256i even, odd; } vx;       /* activation bytes 0 and 2, 1 and 3, widened to 16 bits: the 8-bit multiply-add saturates */
+typedef struct { __m256i even, odd; } vx;       /* four activation bytes, broadcast; or bytes 0 and 2, 1 and 3, widened to 16 bits */
 
 INL __m256i v_mask8(int n)
 {
@@ -224,20 +230,53 @@ INL vb vb_hi4(vb v)
     __m256i m = _mm256_set1_epi8(15);
     return (vb){ _mm256_and_si256(_mm256_srli_epi16(v.a, 4), m), _mm256_and_si256(_mm256_srli_epi16(v.b, 4), m) };
 }
-INL vx vx_bcast(const int8_t *p)
+/* Bytes below 16 by bytes: a pair's sum stays within 3810, the eight that a lane of 16 bits takes within 30480. The 8-bit multiply-add of greater ones
+ * would saturate: they go in 16 bits, bytes 0 and 2 of every four and bytes 1 and 3 apart. */
+typedef vi vs;
+INL void vx_open(int16_t *wide, const int8_t *q, int n, int small)
 {
-    int32_t i;
-    memcpy(&i, p, 4);
-    __m256i x = _mm256_set1_epi32(i);
-    return (vx){ _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8) };
+    if (small)
+        return;
+    if (n == 32) {
+        __m256i x = _mm256_loadu_si256((const void *)q);
+        _mm256_storeu_si256((void *)wide, _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+        _mm256_storeu_si256((void *)(wide + 16), _mm256_srai_epi16(x, 8));
+    } else {
+        __m128i x = _mm_loadu_si128((const void *)q);
+        _mm_storeu_si128((void *)wide, _mm_srai_epi16(_mm_slli_epi16(x, 8), 8));
+        _mm_storeu_si128((void *)(wide + 8), _mm_srai_epi16(x, 8));
+    }
+    /* each pair is broadcast from memory, at no cost; compilers would rather shuffle it out of a register */
+    __asm__ volatile("" : "+m"(*(int16_t (*)[32])wide));
 }
-INL __m256i v_dot4(__m256i acc, __m256i w, vx x)
+INL __m256i v_pair(const void *p) { int32_t i; memcpy(&i, p, 4); return _mm256_set1_epi32(i); }
+INL vx vx_quad(const int16_t *wide, const int8_t *q, int i, int n, int small)
 {
-    __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
-    return _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(even, x.even), _mm256_madd_epi16(odd, x.odd)));
+    return small ? (vx){ v_pair(q + 4 * i), _mm256_setzero_si256() } : (vx){ v_pair(wide + 2 * i), v_pair(wide + n / 2 + 2 * i) };
 }
-INL vi vi_dot4(vi acc, vb w, vx x) { return (vi){ v_dot4(acc.a, w.a, x), v_dot4(acc.b, w.b, x) }; }
-INL vi vi_madd16(const int16_t *p, int lo, int hi) { return vi_set1(p[0] * lo + p[1] * hi); }
+INL vs vs_start(vi bias, int small) { return small ? vi_set1(0) : bias; }
+INL __m256i v_dot(__m256i acc, __m256i w, vx x, int small)
+{
+    if (small) {
+        acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x.even));
+    } else {
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), x.even));
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), x.odd));
+    }
+    __asm__("" : "+x"(acc));    /* in this order: compilers would rather keep all products, more than there are registers, and add them up in the end */
+    return acc;
+}
+INL vs vs_dot(vs acc, vb w, vx x, int small) { return (vs){ v_dot(acc.a, w.a, x, small), v_dot(acc.b, w.b, x, small) }; }
+INL vi vs_end(vs acc, vi bias, int small)
+{
+    __m256i one = _mm256_set1_epi16(1);
+    return small ? (vi){ _mm256_add_epi32(bias.a, _mm256_madd_epi16(acc.a, one)), _mm256_add_epi32(bias.b, _mm256_madd_epi16(acc.b, one)) } : acc;
+}
+INL vi vi_madd16(const int16_t *p, int lo, int hi)
+{
+    __m256i t = _mm256_madd_epi16(v_pair(p), _mm256_set1_epi32((int32_t)((uint32_t)(hi & 0xffff) << 16 | (uint32_t)(lo & 0xffff))));
+    return (vi){ t, t };
+}
 INL float v_sum8(__m256 a)
 {
     __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -315,12 +354,17 @@ INL void vb_store(uint8_t *p, vb v) { memcpy(p, v.v, 64); }
 INL vb vb_xor(vb a, vb b) { vb r; for (int i = 0; i < 64; i++) r.v[i] = a.v[i] ^ b.v[i]; return r; }
 INL vb vb_lo4(vb v) { vb r; for (int i = 0; i < 64; i++) r.v[i] = v.v[i] & 15; return r; }
 INL vb vb_hi4(vb v) { vb r; for (int i = 0; i < 64; i++) r.v[i] = v.v[i] >> 4; return r; }
-INL vx vx_bcast(const int8_t *p) { vx r; memcpy(r.v, p, 4); return r; }
-INL vi vi_dot4(vi acc, vb w, vx x)
+typedef vi vs;
+INL void vx_open(int16_t *wide, const int8_t *q, int n, int small) { }
+INL vx vx_quad(const int16_t *wide, const int8_t *q, int i, int n, int small) { vx r; memcpy(r.v, q + 4 * i, 4); return r; }
+INL vs vs_start(vi bias, int small) { return bias; }
+INL vs vs_dot(vs acc, vb w, vx x, int small)
 {
+    (void)small;
     EACH acc.v[l] += w.v[4 * l] * x.v[0] + w.v[4 * l + 1] * x.v[1] + w.v[4 * l + 2] * x.v[2] + w.v[4 * l + 3] * x.v[3];
     return acc;
 }
+INL vi vs_end(vs acc, vi bias, int small) { return acc; }
 INL vi vi_madd16(const int16_t *p, int lo, int hi) { return vi_set1(p[0] * lo + p[1] * hi); }
 INL float vf_sum(vf v)
 {

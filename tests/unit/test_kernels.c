@@ -223,6 +223,33 @@ static void gemm_u4(void **st)
     gemm_sweep((struct spec){ PD_PK_U4, 16, 8, 1, 0, 15 });
 }
 
+/* The greatest sums that there are, of either sign: nothing on the way to them may saturate or wrap. The scalar build has the definition's sums. */
+static void gemm_extremes(void **st)
+{
+    enum { N = 32, KK = 96, M = 9 };
+    static const struct spec s[] = { { PD_PK_U8, 32, 128, 0, 0, 255 }, { PD_PK_U8, 32, 0, 0, 1, 255 }, { PD_PK_U8, 16, 32, 1, 0, 255 }, { PD_PK_U8, 16, 0, 1, 1, 255 },
+                                     { PD_PK_U4, 32, 8, 0, 0, 15 }, { PD_PK_U4, 32, 0, 0, 1, 15 }, { PD_PK_U4, 16, 8, 1, 0, 15 } };
+    for (size_t c = 0; c < sizeof s / sizeof *s; c++)
+        for (int top = 0; top < 2; top++) {
+            struct mat m = make(s[c], N, KK);
+            size_t sub_bytes = m.p.group_bytes / (size_t)(KK / s[c].sub), quants = (size_t)(s[c].sub * 32 / (s[c].pack == PD_PK_U4 ? 2 : 1));
+            for (int b = 0; b < KK / s[c].sub; b++)
+                memset(m.p.data + (size_t)b * sub_bytes, top ? 255 : 0, quants);
+            float x[M * KK], first[M * N], y[M * N];
+            for (int i = 0; i < M * KK; i++)            /* all of one sign, all of the other, and by turns */
+                x[i] = i / KK % 3 == 0 || (i / KK % 3 == 2 && i / 2 % 2) ? 1.0f : -1.0f;
+            for (int t = 0; t < n_isa; t++) {
+                uint8_t *a = prepare(isa[t], &m.p, x, M);
+                void *scratch = block(isa[t]->gemm_scratch(&m.p));
+                isa[t]->gemm(&m.p, a, M, t ? y : first, N, 0, 0, 1, scratch);
+                if (t && memcmp(first, y, sizeof y))
+                    fail_msg("pack %d sub %d, weights all %s: %s and %s differ", s[c].pack, s[c].sub, top ? "greatest" : "least", isa[0]->name, isa[t]->name);
+                free(a); free(scratch);
+            }
+            drop(&m);
+        }
+}
+
 /* Enough rows and k that the product is taken in several chunks of rows and of k; a row at a time, by the first build of the class, gives the same. */
 static void gemm_many_rows(void **st)
 {
@@ -712,7 +739,7 @@ int main(void)
         isa[n_isa++] = isa[2] == &pd_kernels_avx512 ? &pd_kernels_avx512_dpbf16 : &pd_kernels_avx512;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(selection), cmocka_unit_test(gemm_f32), cmocka_unit_test(gemm_f16), cmocka_unit_test(gemm_bf16), cmocka_unit_test(gemm_u8),
-        cmocka_unit_test(gemm_u4), cmocka_unit_test(gemm_many_rows), cmocka_unit_test(bf16_edges), cmocka_unit_test(prep_same_bits), cmocka_unit_test(halves),
+        cmocka_unit_test(gemm_u4), cmocka_unit_test(gemm_extremes), cmocka_unit_test(gemm_many_rows), cmocka_unit_test(bf16_edges), cmocka_unit_test(prep_same_bits), cmocka_unit_test(halves),
         cmocka_unit_test(exp_accuracy), cmocka_unit_test(rows_same_bits), cmocka_unit_test(rope), cmocka_unit_test(attention), cmocka_unit_test(attention_heads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
