@@ -510,6 +510,8 @@ void pd_xfer_tick(struct pd_xfer *x, int64_t now)
             pd_x_fatal(x, PD_ETIME, "no hello came within %lld ms", (long long)(x->o.hello_us / 1000));
         return;
     }
+    if (x->unpolled)
+        pd_xfer_poll(x, now);
     for (struct pd_move *m = x->moves; m && x->state != X_CLOSED; m = m->next) {
         struct pd_err e;
         if (m->state == M_OVER)
@@ -532,6 +534,8 @@ void pd_xfer_tick(struct pd_xfer *x, int64_t now)
 int64_t pd_xfer_next(const struct pd_xfer *x)
 {
     int64_t next = x->state == X_GREETING ? x->opened + x->o.hello_us : x->state == X_OPEN && x->o.giving && !x->ready_told ? x->ready_by : INT64_MAX;
+    if (x->unpolled && x->state == X_OPEN)
+        return x->now;
     for (const struct pd_move *m = x->moves; m && x->state == X_OPEN; m = m->next) {
         int64_t t = INT64_MAX;
         if (m->state == M_CANCELLING)
@@ -694,6 +698,7 @@ static void poll_once(struct pd_xfer *x, int64_t now, bool *more)
             pd_x_fatal(x, rc, "%s", e.msg);
             return;
         }
+        x->unpolled |= rc == 2;
         for (struct pd_move *m = x->moves; rc && m; m = m->next)
             if (m->tr == x->via[i] && (x->o.giving ? m->state < M_VERIFIED : m->state == M_MOVING || m->state == M_CLOSED))
                 m->since = now;
@@ -709,6 +714,7 @@ void pd_xfer_poll(struct pd_xfer *x, int64_t now)
     bool more = true;
     x->now = now;
     x->pulled = 0;
+    x->unpolled = false;
     while (more && x->state == X_OPEN && x->pulled < PULL) {
         more = false;
         poll_once(x, now, &more);

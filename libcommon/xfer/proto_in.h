@@ -82,6 +82,7 @@ struct pd_xfer {
     char via_text[256];
     struct pd_out out;
     struct pd_coding coding;
+    bool unpolled;                      /* a transport has more to look at than it took in one go */
     uint64_t pulled;                    /* payload bytes hashed in this call of pd_xfer_iov */
     struct pd_move *moves, **moves_end, *turn;  /* all, the oldest first, so that their events come in that order; whose chunk is next */
     struct pd_seen gone;                /* run and gen of moves that are over */

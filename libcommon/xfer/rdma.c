@@ -13,7 +13,7 @@
 #include "rdma_dev.h"
 #include "transport.h"
 
-enum { GROUP = 4, GROUPS = 256 /* under way */, MAX_REGIONS = 16384 };
+enum { GROUP = 4, GROUPS = 256 /* under way */, MAX_REGIONS = 16384, POLLS = 16 /* of 32 completions in one go: others wait for their turn */ };
 #define WINDOW ((uint64_t)16 << 20)     /* bytes under way: what a cancel has to wait for, at most */
 #define MARK 0x80000000u
 
@@ -506,8 +506,8 @@ static int progress(void *path, struct pd_err *e)
 {
     struct path *p = path;
     struct ibv_wc wc[32];
-    int n, any = 0;
-    while (!p->dead.code && (n = pd_rdma_qp_poll(p->q, wc, 32, &p->dead)) > 0) {
+    int n = 0, any = 0, polls = 0;
+    while (!p->dead.code && polls++ < POLLS && (n = pd_rdma_qp_poll(p->q, wc, 32, &p->dead)) > 0) {
         any = 1;
         for (int i = 0; i < n && !p->dead.code; i++) {
             if (wc[i].status != IBV_WC_SUCCESS)
@@ -528,7 +528,7 @@ static int progress(void *path, struct pd_err *e)
         mark(p, &p->dead);
     if (p->dead.code && e)
         *e = p->dead;
-    return p->dead.code ? p->dead.code : any;
+    return p->dead.code ? p->dead.code : polls > POLLS && n > 0 ? 2 : any;
 }
 
 const struct pd_transport pd_rdma = { .scheme = "rdma", .sums = true, .greet = greet, .usable = usable, .open = open_path, .fd = path_fd, .progress = progress,

@@ -42,7 +42,8 @@ struct pd_transport {
     int (*stream)(void *path, int fd, struct pd_tls *tls, struct pd_err *e);   /* one that the peer has dialled, which is the path's from here on */
     int (*up)(void *path, const char **why);   /* it can carry something: 1 now, 0 soon perhaps, < 0 no more: why. NULL: always */
     int (*fd)(void *path);              /* readable when progress has something to do, after it was called */
-    /* Look what has come to its end. 1: something; 0: nothing. < 0: the path is broken, and with it the connection. */
+    /* Look what has come to its end. 2: something, and there is more, of which `fd` says nothing; 1: something; 0: nothing. < 0: the path is broken, and with it
+     * the connection. */
     int (*progress)(void *path, struct pd_err *e);
     /* Giving: something still reads the blocks of that hand-over. Taking: the peer may still write there. */
     bool (*busy)(void *path, const void *owner);
