@@ -94,6 +94,7 @@ static int run(const char **args, int *status, struct pd_err *e)
     struct pd_trace *t = NULL;
     char name[100], host[64] = "host";
     const char *in = pd_cli.in, *at = probe, **out = (const char **)pd_cli.outs;
+    const char *out_via[OUTS_MAX];
     char *made[OUTS_MAX + 2] = { NULL };
     int n_made = 0, rc;
     int64_t n = 0, max = pd_cli_max_record(e);
@@ -116,19 +117,21 @@ static int run(const char **args, int *status, struct pd_err *e)
     gethostname(host, sizeof host - 1);
     snprintf(name, sizeof name, "kvsend@%.63s:%d", host, (int)getpid());
     o.worker = name;
-    const char *every = every_way();
-    o.via = via ? via : every;
+    o.via = via ? via : every_way();
+    /* What is written straight into its place is not coded. */
+    out_via[0] = !via && o.coded && o.codec != PD_CODEC_NONE ? "shm,inline" : o.via;
+    for (int i = 1; i < OUTS_MAX; i++)
+        out_via[i] = out_via[0];
+    o.out_via = out_via;
     rc = translate(&in, &o.via, &made[n_made++], e);
     rc = rc ? rc : translate(&at, &o.via, &made[n_made++], e);
-    for (int i = 0; !rc && out && out[i]; i++)
-        rc = i < OUTS_MAX ? translate(&out[i], &o.via, &made[n_made++], e) : pd_fail(e, PD_EUSAGE, "-o: more than %d receivers", OUTS_MAX);
+    for (int i = 0; !rc && out && out[i]; i++)      /* each end's way is its own */
+        rc = i < OUTS_MAX ? translate(&out[i], &out_via[i], &made[n_made++], e) : pd_fail(e, PD_EUSAGE, "-o: more than %d receivers", OUTS_MAX);
     o.in = in;
     if (rc || probe) {
         rc = rc ? rc : do_probe(&o, at, e);
         goto out;
     }
-    if (o.via == every && o.coded && o.codec != PD_CODEC_NONE)
-        o.out_via = "shm,inline";       /* what is written straight into its place is not coded */
     rc = pd_trace_open(trace, name, "kvsend", &t, e);
     o.trace = t;
     rc = rc ? rc : pd_sender_run(&o, status, e);

@@ -70,13 +70,31 @@ static void listener_close(struct send_listener *l)
     l->fd = -1;
 }
 
-/* A receiver that waits for its peer, at this listener. */
+/* A receiver that waits for its peer, at this listener. Which of those whose connection is gone comes again is known by what he says to our hello: any of
+ * them is tried, by no order that two who are mistaken for each other could fall in with; he hangs up and dials again. */
 static struct send_dst *waiting_dst(struct send *s, const struct send_listener *l)
 {
+    struct send_dst *down = NULL;
+    uint32_t n = 0;
     for (uint32_t i = 0; i < s->n_dst; i++)
-        if (s->dst[i].l == l && (s->dst[i].state == SD_WAIT || (s->dst[i].state == SD_DOWN && s->dst[i].c.fd < 0)))
+        if (s->dst[i].l == l && s->dst[i].state == SD_WAIT)
             return &s->dst[i];
-    return NULL;
+        else if (s->dst[i].l == l && s->dst[i].state == SD_DOWN && s->dst[i].c.fd < 0 && s->now % ++n == 0)
+            down = &s->dst[i];
+    return down;
+}
+
+/* For one that may have more to say: the oldest of those who have proven no key; else of all. */
+static void oldest_goes(struct send *s)
+{
+    struct send_guest **oldest = NULL;
+    for (struct send_guest **at = &s->guests; *at; at = &(*at)->next)
+        if (!oldest || !(*at)->shaken || (*oldest)->shaken)
+            oldest = at;                /* the newest is the first */
+    struct send_guest *g = *oldest;
+    *oldest = g->next;
+    pd_chan_close(&g->c);
+    pd_free(g);
 }
 
 static struct send_guest *guest_new(struct send *s, struct send_listener *l, int fd)
@@ -89,8 +107,10 @@ static struct send_guest *guest_new(struct send *s, struct send_listener *l, int
     if (g)
         pd_chan_init(&g->c);
     bool keys = !l->path && s->o.net->keys;
-    if (!g || n >= GUESTS_MAX || (l->path && pd_unix_check_peer(fd, l->path, &e)) || (keys && pd_tls_new(s->o.net->keys, fd, false, l->spec, &g->c.tls, &e))) {
-        if (g && n < GUESTS_MAX)
+    if (g && n >= GUESTS_MAX)
+        oldest_goes(s);
+    if (!g || (l->path && pd_unix_check_peer(fd, l->path, &e)) || (keys && pd_tls_new(s->o.net->keys, fd, false, l->spec, &g->c.tls, &e))) {
+        if (g)
             pd_warn("%s", e.msg);
         close(fd);
         pd_free(g);
@@ -192,8 +212,8 @@ static bool guest_work(struct send *s, struct send_guest *g)
             send_dst_peer(d, &g->c);
         return true;
     }
-    if (!g->c.readable)
-        return s->now - g->since > GUEST_US;
+    if (!g->c.readable)         /* a sender may be silent until its first KV is computed */
+        return !(g->l->in && g->l->left && !g->answered) && s->now - g->since > GUEST_US;
     g->c.readable = false;
     if (g->answered)            /* it has gone, by itself: what it had not read of ours is not lost to a reset */
         return true;
@@ -432,7 +452,7 @@ static int open_all(struct send *s, const char *in, const char *const *out, stru
         rc = listens ? listen_at(s, out[i], false, e) : 0;
         for (uint32_t k = 0; k < (listens ? s->o.peers : 1); k++) {
             struct send_dst *d = &s->dst[s->n_dst++];
-            *d = (struct send_dst){ .s = s, .spec = out[i], .l = listens ? s->listeners : NULL, .state = SD_WAIT, .ep = { .fd = -1 } };
+            *d = (struct send_dst){ .s = s, .spec = out[i], .via = s->o.out_via ? s->o.out_via[i] : s->o.via, .l = listens ? s->listeners : NULL, .state = SD_WAIT, .ep = { .fd = -1 } };
             d->kept_end = &d->kept;
             pd_chan_init(&d->c);
         }

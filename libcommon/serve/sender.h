@@ -28,7 +28,7 @@ struct pd_sender_opts {
     size_t max_record;
     int64_t kv_mem;                     /* 0: an eighth of memory, 1 GiB at most */
     uint64_t chunk_bytes;               /* of chunks that go out; 0: as they come */
-    const char *out_via;                /* instead of via, to receivers; or NULL */
+    const char *const *out_via;         /* instead of via, one of each of out; or NULL */
     bool coded;                         /* chunk records that go out are coded as `codec` says; else payload goes out plain, or as it came */
     enum pd_codec_mode codec;
     bool json, keep_going, strict;

@@ -215,6 +215,16 @@ const char *pd_chan_via(const struct pd_chan *c) { return !strncmp(pd_xfer_via(c
 
 /* ---- life ---- */
 
+void pd_chan_plain(struct pd_chan *c)
+{
+    pd_xfer_free(c->x);
+    c->x = NULL;
+    if (c->raw >= 0)
+        close(c->raw);
+    c->raw = -1;
+    c->blocked = false;
+}
+
 bool pd_chan_alive(struct pd_chan *c, int64_t silence_us, int64_t now)
 {
     if (now - c->heard >= PING_US && now - c->pinged >= PING_US) {

@@ -50,6 +50,7 @@ bool pd_chan_raw_awaited(struct pd_chan *c, int64_t now);      /* it is to come,
 const char *pd_chan_via(const struct pd_chan *c);       /* for pd_give: NULL the best, or "inline" while descriptors cannot pass */
 /* Ask for a sign of life when nothing came for a while; false: nothing came for silence_us. */
 bool pd_chan_alive(struct pd_chan *c, int64_t silence_us, int64_t now);
+void pd_chan_plain(struct pd_chan *c);          /* the transfer is off before it began: records go on */
 bool pd_chan_drained(struct pd_chan *c);        /* nothing that was written waits in TLS */
 void pd_chan_close(struct pd_chan *c);
 #endif

@@ -11,8 +11,7 @@
 #include "../wire/json.h"
 #include "sender_in.h"
 
-enum { PIECES = 256, AGAIN_US = 20000, RENEW_US = 5000000, ROW_MAX = 8 /* drops in a row without a run that arrives */,
-       MOVES_MAX = PD_XFER_MOVES / 2 /* under way: the peer, which reads SEND_TURN records in one go, may still hold as many that are over */ };
+enum { PIECES = 256 };
 
 /* ---- opening ---- */
 
@@ -53,18 +52,6 @@ int send_dst_open(struct send_dst *d, struct pd_err *e)
     return 0;
 }
 
-static int make_xfer(struct send_dst *d, struct pd_err *e)
-{
-    struct send *s = d->s;
-    struct pd_xfer_opts o = { .giving = true, .relay = true, .codec = s->o.coded ? s->o.codec : PD_CODEC_NONE,
-        .via = s->o.out_via ? s->o.out_via : s->o.via,
-        .worker = d->name, .epoch = d->epoch,
-        .fp_fields = { d->fp.p, d->fp.n }, .pool = d->st->pool, .leases = d->leases, .accept_us = SEND_PATIENT_US, .stall_us = SEND_PATIENT_US };
-    d->c.heard = d->c.pinged = s->now;
-    d->c.raw_dead = false;
-    return pd_chan_xfer(&d->c, &o, s->o.net, s->now, e);
-}
-
 void send_dst_peer(struct send_dst *d, struct pd_chan *c)
 {
     struct pd_err e;
@@ -74,16 +61,16 @@ void send_dst_peer(struct send_dst *d, struct pd_chan *c)
     if (d->state == SD_WAIT) {
         d->state = SD_PLAIN;
         d->may_ask = !d->s->o.json;
-    } else if (d->state == SD_DOWN && make_xfer(d, &e))
+    } else if (d->state == SD_DOWN && send_give_xfer(d, &e))
         send_fatal(d->s, &e);
 }
 
-static void acked(struct send_dst *d, uint64_t seq)
+void send_dst_acked(struct send_dst *d, uint64_t seq)
 {
     struct send_kept *k;
     while ((k = d->kept) && k->seq <= seq) {
         d->kept = k->next;
-        d->kept_bytes -= k->n;
+        d->kept_bytes -= sizeof *k + k->n;
         if (!d->kept)
             d->kept_end = &d->kept;
         d->acked = k->seq;
@@ -91,49 +78,10 @@ static void acked(struct send_dst *d, uint64_t seq)
     }
 }
 
-static void to_plain(struct send_dst *d)
-{
-    pd_xfer_free(d->c.x);
-    d->c.x = NULL;
-    pd_leases_free(d->leases);
-    d->leases = NULL;
-    d->may_ask = false;
-    d->s->degraded = true;
-    d->state = SD_PLAIN;
-    for (const struct send_kept *k = d->kept; k; k = k->next)
-        send_dst_put(d, k->rec, k->n);
-    acked(d, UINT64_MAX);
-}
-
-static void lease_told(void *ctx, enum pd_lease_step step, const struct pd_lease_info *l)
-{
-    struct send_dst *d = ctx;
-    for (struct send_run *r = d->s->runs; step == PD_LEASE_STEP_RELEASED && r; r = r->next)
-        for (uint32_t i = 0; i < r->n_out; i++)
-            if (r->out[i].d == d && r->out[i].leased && !memcmp(r->out[i].lease, l->id, sizeof l->id))
-                r->out[i].released = true;
-}
-
-/* "Do you speak the transfer protocol?" What it is about is known by now: the first KV. */
-static void ask(struct send_dst *d, const struct send_run *r)
-{
-    struct pd_leases_opts lo = { .pool = r->st->pool, .told = lease_told, .ctx = d };
-    struct pd_err e;
-    d->st = r->st;
-    d->epoch = r->desc.epoch;
-    int rc = pd_buf_add(&d->fp, r->desc.fp_fields.p, r->desc.fp_fields.n, &e);
-    rc = rc ? rc : pd_leases_new(&lo, &d->leases, &e);
-    rc = rc ? rc : make_xfer(d, &e);
-    if (rc)
-        send_fatal(d->s, &e);
-    else
-        d->state = SD_ASKING;
-}
-
 bool send_dst_ready(struct send_dst *d, const struct send_run *r)
 {
     if (d->state == SD_PLAIN && d->may_ask)
-        ask(d, r);
+        send_give_ask(d, r);
     return d->state != SD_WAIT && d->state != SD_ASKING;
 }
 
@@ -149,7 +97,7 @@ bool send_dst_room(const struct send_dst *d)
     }
 }
 
-static void say_kept(struct send_dst *d, const struct send_kept *k)
+void send_dst_say(struct send_dst *d, const struct send_kept *k)
 {
     struct pd_carry y = { .seq = k->seq, .rec = { k->end ? NULL : k->rec, k->n }, .end = k->end };
     struct pd_buf b = { 0 };
@@ -179,9 +127,9 @@ static void carry(struct send_dst *d, const void *rec, size_t n, bool end)
         memcpy(k->rec, rec, n);
     *d->kept_end = k;
     d->kept_end = &k->next;
-    d->kept_bytes += n;
+    d->kept_bytes += sizeof *k + n;
     if (d->state == SD_GIVING)
-        say_kept(d, k);
+        send_dst_say(d, k);
 }
 
 static void put_json(struct send_dst *d, const void *rec, size_t n)
@@ -241,7 +189,7 @@ void send_dst_unpin(struct send_dst *d, const void *owner)
 
 /* ---- runs, plain ---- */
 
-static void put_desc(struct send_out *o, const struct pd_kvdesc *desc)
+void send_out_desc(struct send_out *o, const struct pd_kvdesc *desc)
 {
     struct pd_buf b = { 0 };
     struct pd_err e;
@@ -266,14 +214,14 @@ static bool pump_plain(struct send_out *o)
     if (!o->told && (!send_run_first(r, (uint32_t)(d - d->s->dst)) || (r->state == SR_OPEN && !send_run_has(r, o, 0))))
         return false;
     if (!o->told) {
-        put_desc(o, &r->desc);
+        send_out_desc(o, &r->desc);
         o->told = true;
         return true;
     }
     if (o->at == o->plan.n_chunks) {
         if (r->state != SR_CLOSED)
             return false;
-        put_desc(o, &r->kv);
+        send_out_desc(o, &r->kv);
         o->state = SO_DONE;
         return true;
     }
@@ -330,99 +278,6 @@ static bool pump_dump(struct send_out *o)
     return true;
 }
 
-/* ---- runs, giving ---- */
-
-static void kv_alone(struct send_out *o)
-{
-    struct send_run *r = o->r;
-    put_desc(o, &r->kv);
-    o->state = SO_DONE;
-}
-
-static int give(struct send_out *o, struct pd_err *e)
-{
-    struct send_dst *d = o->d;
-    struct send_run *r = o->r;
-    int rc = 0;
-    if (r->desc.epoch != d->epoch || r->st != d->st || r->desc.fp_fields.n != d->fp.n || memcmp(r->desc.fp_fields.p, d->fp.p, d->fp.n))
-        return pd_fail(e, PD_EINCOMPAT, "%s takes the KV of one model over a connection, and this is another one's: it goes without its KV", d->spec);
-    if (!o->leased) {
-        rc = pd_lease_grant(d->leases, r->desc.run, r->desc.gen, send_run_blocks(r), r->plan.n_blocks, 0, d->s->now, o->lease, e);
-        o->leased = !rc;
-        rc = rc ? rc : pd_lease_fill(d->leases, o->lease, e);
-    }
-    struct pd_give g = { .desc = &r->desc, .blocks = send_run_blocks(r), .chunk_blocks = o->plan.chunk_blocks, .via = pd_chan_via(&d->c) };
-    memcpy(g.lease, o->lease, sizeof g.lease);
-    if (rc || (rc = pd_give(d->c.x, &g, d->s->now, &o->m, e)))
-        return rc;
-    pd_move_set(o->m, o);
-    snprintf(o->scheme, sizeof o->scheme, "%s", pd_move_scheme(o->m));
-    o->at = 0;
-    o->finished = false;
-    o->tries++;
-    if (!o->offered_us)
-        o->offered_us = d->s->now;
-    return 0;
-}
-
-static void unlease(struct send_out *o, const char *cause)
-{
-    if (o->leased)
-        pd_lease_revoke(o->d->leases, o->lease, cause, o->d->s->now, NULL);
-    o->leased = false;
-}
-
-/* It goes without its KV: the peer would not have it, or cannot. */
-static void give_up(struct send_out *o, const struct pd_err *why)
-{
-    send_bad(o->d->s, o->r->desc.run, why);
-    unlease(o, "given up");
-    o->released = false;
-    o->tries = UINT32_MAX;      /* waits for the kv record alone */
-}
-
-static bool pump_giving(struct send_out *o)
-{
-    struct send_dst *d = o->d;
-    struct send_run *r = o->r;
-    struct pd_err e = { 0 };
-    bool moved = false;
-    if (o->tries == UINT32_MAX) {
-        if (r->state != SR_CLOSED || o->m || !send_dst_room(d))
-            return false;
-        kv_alone(o);
-        return true;
-    }
-    if (!o->m) {
-        if (o->released) {      /* over the connection before */
-            o->state = SO_DONE;
-            return true;
-        }
-        if (d->state != SD_GIVING || pd_xfer_counts(d->c.x).moves >= MOVES_MAX || pd_chan_raw_awaited(&d->c, d->s->now))
-            return false;
-        if (give(o, &e)) {
-            give_up(o, &e);
-            return true;
-        }
-        moved = true;
-    }
-    uint32_t from = o->at;
-    while (o->at < o->plan.n_chunks && send_run_has(r, o, o->at))
-        o->at++;
-    if (o->at > from) {
-        pd_give_ready(o->m, from, o->at - from);
-        if (!o->first_us)
-            o->first_us = d->s->now;
-        moved = true;
-    }
-    if (r->state == SR_CLOSED && !o->finished && o->at == o->plan.n_chunks) {
-        o->finished = moved = true;
-        if (pd_give_finish(o->m, &r->kv, &e) && e.code == PD_ENOMEM)
-            send_fatal(d->s, &e);
-    }
-    return moved;
-}
-
 void send_out_begin(struct send_out *o)
 {
     o->state = SO_GOING;
@@ -435,7 +290,7 @@ bool send_out_pump(struct send_out *o)
     switch (o->d->state) {
     case SD_PLAIN: return pump_plain(o);
     case SD_DUMP: return pump_dump(o);
-    case SD_GIVING: case SD_DOWN: return pump_giving(o);
+    case SD_GIVING: case SD_DOWN: return send_give_pump(o);
     case SD_OVER: o->state = SO_DONE; return true;
     default: return false;
     }
@@ -445,97 +300,8 @@ void send_out_spoil(struct send_out *o)
 {
     if (o->d->state == SD_PLAIN)
         send_dst_unpin(o->d, o->r);
-    unlease(o, "its KV is damaged");    /* fences a move, whose last event comes */
+    send_give_unlease(o, "its KV is damaged");    /* fences a move, whose last event comes */
     o->state = SO_DONE;
-}
-
-static void on_event(struct send_dst *d, const struct pd_xfer_event *ev)
-{
-    struct send_out *o = ev->move ? pd_move_get(ev->move) : NULL;
-    struct send *s = d->s;
-    struct pd_err e = ev->err;
-    switch (ev->kind) {
-    case PD_XE_READY:
-        d->state = SD_GIVING;
-        d->relay = pd_hello_can(pd_xfer_peer(d->c.x), "relay");
-        pd_info("%s: KV goes by %s", d->spec, pd_xfer_via(d->c.x));
-        for (const struct send_kept *k = d->kept; k && d->relay; k = k->next)
-            say_kept(d, k);
-        return;
-    case PD_XE_ACCEPTED:
-        o->sent += ev->bytes;           /* of a second try: what the first one did not bring */
-        o->skipped = o->plan.bytes - ev->bytes;
-        if (!o->accepted_us)
-            o->accepted_us = s->now;
-        return;
-    case PD_XE_VERIFIED:
-        o->verified_us = s->now;
-        return;
-    case PD_XE_RELEASED: case PD_XE_FAILED: case PD_XE_CANCELLED:
-        o->m = NULL;
-        o->wire += pd_give_wire(ev->move);
-        if (ev->kind == PD_XE_RELEASED || o->released) {
-            o->leased = false;
-            o->released = true;
-            o->state = SO_DONE;
-            d->drops_row = 0;
-        } else if (o->state == SO_GOING && pd_xfer_open(d->c.x))
-            give_up(o, &e);     /* a connection that is lost leaves it to the next one */
-        return;
-    default:
-        return;
-    }
-}
-
-/* ---- a connection that is gone ---- */
-
-static void down(struct send_dst *d, const char *why)
-{
-    struct send *s = d->s;
-    struct pd_xfer_event ev;
-    struct pd_err e;
-    bool again = pd_ep_dials(d->spec) || d->l;
-    pd_xfer_lost(d->c.x, why, s->now);
-    while (pd_xfer_event(d->c.x, &ev))
-        on_event(d, &ev);
-    d->drops++;
-    s->degraded = true;
-    if (!again || ++d->drops_row > ROW_MAX) {
-        pd_fail(&e, PD_ECANCEL, "%s: the connection was lost%s: %s", d->spec, again ? " time and again" : "", why);
-        send_fatal(s, &e);
-        return;
-    }
-    pd_warn("%s: the connection was lost (%s); trying to go on for %lld ms", d->spec, why, (long long)(s->o.resume_us / 1000));
-    pd_chan_close(&d->c);
-    pd_endpoint_abort(&d->ep);
-    d->c.giving = true;
-    d->state = SD_DOWN;
-    d->until = s->now + s->o.resume_us;
-    d->again = s->now;
-}
-
-static bool redial(struct send_dst *d)
-{
-    struct send *s = d->s;
-    struct pd_err e = { 0 };
-    if (d->c.x)
-        return false;           /* it was dialled: hello is on its way */
-    if (s->now >= d->until) {
-        pd_fail(&e, PD_ETIME, "%s: the connection was lost, and there was no other within %lld ms (see --resume)", d->spec, (long long)(s->o.resume_us / 1000));
-        send_fatal(s, &e);
-        return true;
-    }
-    if (d->l || s->now < d->again)
-        return false;
-    d->again = s->now + AGAIN_US;
-    if (!d->dial && pd_redial_new(d->spec, true, s->o.net, &d->dial, &e))
-        return false;
-    if (pd_redial_done(&d->dial, &d->ep, &e))
-        return false;
-    pd_chan_of(&d->c, &d->ep, d->spec);
-    if (pd_chan_reader(&d->c, d->spec, s->o.max_record + 64, &e) || make_xfer(d, &e))
-        send_fatal(s, &e);
-    return true;
 }
 
 /* ---- its turn ---- */
@@ -554,7 +320,7 @@ static bool read_records(struct send_dst *d)
         if (!d->c.x)
             continue;           /* a plain receiver has nothing to say to us */
         if (rec.kind == PD_K_CARRY && pd_carry_decode(rec.p, rec.n, &y, &e) == 0)
-            acked(d, y.seq);
+            send_dst_acked(d, y.seq);
         else
             pd_xfer_feed(d->c.x, rec.p, rec.n, d->s->now, &e);
     }
@@ -585,66 +351,15 @@ static bool write_plain(struct send_dst *d)
     return wrote > 0;
 }
 
-static bool work_xfer(struct send_dst *d)
-{
-    struct send *s = d->s;
-    struct pd_xfer_event ev;
-    struct pd_err e = { 0 };
-    uint64_t before = pd_xfer_counts(d->c.x).bytes_out;
-    bool moved = false;
-    pd_xfer_tick(d->c.x, s->now);
-    pd_chan_raw(&d->c, s->now);
-    while (pd_xfer_event(d->c.x, &ev)) {
-        moved = true;
-        if (ev.kind != PD_XE_CLOSED) {
-            on_event(d, &ev);
-            continue;
-        }
-        if (d->state == SD_ASKING && ev.err.code == PD_ETIME) {
-            pd_warn("%s: the peer does not answer the hello of the transfer protocol; KV goes in a plain stream", d->spec);
-            to_plain(d);
-        } else if (d->state == SD_ASKING) {
-            pd_err_prefix(&ev.err, "%s", d->spec);
-            send_fatal(s, &ev.err);
-        } else
-            down(d, ev.err.msg);
-        return true;
-    }
-    if (pd_chan_flush(&d->c, s->now, &e) < 0 || d->c.eof) {
-        if (d->state == SD_ASKING) {
-            pd_fail(&e, PD_ECANCEL, "%s: the reader went away", d->spec);
-            send_fatal(s, &e);
-        } else if (d->end_sent && !d->kept)
-            d->state = SD_OVER; /* it had all, and closed first */
-        else
-            down(d, e.code ? e.msg : "the peer closed it");
-        return true;
-    }
-    moved |= pd_xfer_counts(d->c.x).bytes_out != before;
-    if (d->state == SD_GIVING && !pd_chan_alive(&d->c, SEND_SILENCE_US, s->now)) {
-        down(d, "the peer says nothing any more");
-        return true;
-    }
-    if (d->leases && s->now >= d->renew_at) {
-        d->renew_at = s->now + RENEW_US;
-        for (struct send_run *r = s->runs; r; r = r->next)
-            for (uint32_t i = 0; i < r->n_out; i++)
-                if (r->out[i].d == d && r->out[i].leased)
-                    pd_lease_renew(d->leases, r->out[i].lease, r->desc.gen, 0, s->now, NULL);
-        pd_leases_sweep(d->leases, s->now);
-    }
-    return moved;
-}
-
 bool send_dst_work(struct send_dst *d)
 {
     bool moved = d->c.rs ? read_records(d) : false;
+    struct pd_err e;
     if (d->s->fatal.code)
         return true;
     switch (d->state) {
     case SD_PLAIN:
         if (d->c.socket && d->c.eof) {
-            struct pd_err e;
             pd_fail(&e, PD_ECANCEL, "%s: the reader went away", d->spec);
             send_fatal(d->s, &e);
             return true;
@@ -653,9 +368,17 @@ bool send_dst_work(struct send_dst *d)
     case SD_ASKING:     /* what was put before the hello goes first */
         if (write_plain(d))
             return true;
-        return moved | (pd_out_iov(&d->out, &(struct iovec){ 0 }, 1) ? false : work_xfer(d));
-    case SD_GIVING: return moved | work_xfer(d);
-    case SD_DOWN: return moved | redial(d) | (d->c.x ? work_xfer(d) : false);
+        if (pd_out_iov(&d->out, &(struct iovec){ 0 }, 1))
+            return moved;
+        if (!d->c.x && send_give_xfer(d, &e))
+            send_fatal(d->s, &e);
+        return moved | (d->c.x ? send_give_work(d) : true);
+    case SD_GIVING:
+        send_give_renew(d);
+        return moved | send_give_work(d);
+    case SD_DOWN:
+        send_give_renew(d);
+        return moved | send_give_redial(d) | (d->c.x ? send_give_work(d) : false);
     default: return moved;
     }
 }
@@ -664,7 +387,9 @@ int64_t send_dst_next(const struct send_dst *d)
 {
     int64_t t = d->c.x ? pd_xfer_next(d->c.x) : INT64_MAX, now = d->s->now;
     if (d->state == SD_DOWN && !d->c.x)
-        t = d->l ? d->until : d->again < d->until ? d->again : d->until;
+        t = d->l || d->until < d->again ? d->until : d->again;
+    if (d->state == SD_DOWN && d->renew_at < t)
+        t = d->renew_at;
     if (d->c.x && now + 1000000 < t)
         t = now + 1000000;      /* signs of life, leases */
     if (d->c.raw < 0 && d->c.raw_again > now && d->c.raw_again < t)
@@ -714,7 +439,7 @@ void send_dst_free(struct send_dst *d)
     pd_dump_abort(d->dump);
     pd_redial_free(d->dial);
     while (d->kept)
-        acked(d, UINT64_MAX);
+        send_dst_acked(d, UINT64_MAX);
     pd_out_free(&d->out);
     pd_buf_free(&d->json);
     pd_codec_free(d->codec);

@@ -77,10 +77,11 @@ struct send_src {
     struct pd_dump_r *dump;
     enum send_src_state state;
     uint32_t number;
-    bool probe, relay, end_came, dialled;
+    bool probe, relay, dialled;
+    bool end_seen, end_came;            /* its end is among what is carried; and was handed on */
     struct send_run *waits;             /* plain: nothing is read before this one has begun */
     uint8_t life[8]; char peer[120];    /* of a taking one: whoever dials again with both is the same peer */
-    int64_t until;                      /* lost */
+    int64_t until, again;               /* lost */
     struct pd_redial *dial;             /* it is being dialled, or NULL */
     struct pd_buf fp;                   /* fingerprint of its hello */
     struct send_store *st;
@@ -97,7 +98,7 @@ struct send_src {
 enum send_dst_state { SD_WAIT /* for its peer */, SD_PLAIN, SD_ASKING, SD_GIVING, SD_DOWN, SD_DUMP, SD_OVER };
 struct send_dst {
     struct send *s;
-    const char *spec;
+    const char *spec, *via;
     enum send_dst_state state;
     struct pd_chan c;
     struct pd_endpoint ep;
@@ -121,7 +122,8 @@ struct send_dst {
     uint64_t seq, acked;
     bool end_sent, relay;
     uint32_t drops, drops_row;          /* in all; since a run last arrived */
-    int64_t until, again;               /* down */
+    int64_t until, again, pause;        /* down */
+    char why[160];                      /* why the last one ended */
     struct pd_redial *dial;             /* it is being dialled, or NULL */
     int64_t renew_at;
     bool told_via;
@@ -193,6 +195,10 @@ bool send_src_wants(const struct send_src *c);
 void send_src_end(struct send_src *c);
 void send_src_free(struct send_src *c);
 
+/* sender_carry.c */
+bool send_carry_in(struct send_src *c, const struct pd_rec *rec, struct pd_err *e);    /* false: the sender breaks the rules, or there is no memory */
+bool send_carry_out(struct send_src *c);
+
 /* sender_dst.c */
 int send_dst_open(struct send_dst *d, struct pd_err *e);
 void send_dst_peer(struct send_dst *d, struct pd_chan *c);              /* a listening one's peer came; takes the channel over */
@@ -210,4 +216,16 @@ bool send_dst_finish(struct send_dst *d);                               /* nothi
 int send_dst_commit(struct send_dst *d, struct pd_err *e);
 void send_dst_free(struct send_dst *d);
 int64_t send_dst_next(const struct send_dst *d);
+void send_dst_acked(struct send_dst *d, uint64_t seq);                  /* the peer has handed on what was carried, as far as that */
+void send_dst_say(struct send_dst *d, const struct send_kept *k);
+void send_out_desc(struct send_out *o, const struct pd_kvdesc *desc);   /* a descriptor as a plain record */
+
+/* sender_give.c */
+void send_give_ask(struct send_dst *d, const struct send_run *r);       /* "do you speak the transfer protocol?" */
+int send_give_xfer(struct send_dst *d, struct pd_err *e);               /* a transfer on its connection */
+bool send_give_pump(struct send_out *o);
+void send_give_unlease(struct send_out *o, const char *cause);
+bool send_give_work(struct send_dst *d);
+bool send_give_redial(struct send_dst *d);
+void send_give_renew(struct send_dst *d);                               /* its leases */
 #endif

@@ -3,7 +3,10 @@
 #include "../base/log.h"
 #include "../kv/convert.h"
 #include "../model/dtype.h"
+#include "../wire/frame.h"
 #include "sender_in.h"
+
+enum { CHUNK_HEAD = 1024 /* bytes of a chunk record besides its data, as pd_plan_make counts them */ };
 
 /* ---- where KV lies ---- */
 
@@ -136,7 +139,8 @@ static bool can_pass(const struct send_run *r)
 
 static uint32_t chunk_blocks_out(const struct send_run *r)
 {
-    uint64_t want = r->s->o.chunk_bytes, per = 2 * (uint64_t)pd_pool_layer_bytes(r->st->pool), n = want / per;
+    uint64_t most = PD_MAX_RECORD_DEFAULT - CHUNK_HEAD, want = r->s->o.chunk_bytes, per = 2 * (uint64_t)pd_pool_layer_bytes(r->st->pool), n;
+    n = (want < most ? want : most) / per;
     return !want ? r->plan.chunk_blocks : n < 1 ? 1 : n > r->plan.n_blocks ? r->plan.n_blocks : (uint32_t)n;
 }
 

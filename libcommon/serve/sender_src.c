@@ -71,6 +71,14 @@ static void plain_offer(struct send_src *c, const struct pd_rec *rec)
 {
     struct pd_err e;
     struct send *s = c->s;
+    uint32_t open = 0;
+    for (const struct send_run *o = s->runs; o; o = o->next)
+        open += o->src == c && o->state != SR_CLOSED;
+    if (open >= MAX_OPEN) {
+        pd_fail(&e, PD_ENOMEM, "an offer is refused: %d runs of its sender are on their way already, and none of them ends", MAX_OPEN);
+        stray(c, "offers", &e);
+        return;
+    }
     struct send_run *r = send_run_new(c, rec->p, rec->n, &e), *twin;
     if (!r) {
         if (e.code == PD_ENOMEM)
@@ -283,6 +291,14 @@ static bool is_again(const struct send_src *o, const struct pd_hello *h)
 
 static void lost(struct send_src *c, const char *why);
 
+/* Lost, and what was dialled is not the one that is waited for: again in a while. */
+static void hang_up(struct send_src *c)
+{
+    pd_chan_close(&c->c);
+    pd_endpoint_abort(&c->ep);
+    c->again = c->s->now + AGAIN_US;
+}
+
 /* The transfer protocol begins, or goes on for a sender that was lost: then its connection is given to that one, and c is over. */
 static void on_hello(struct send_src *c, const struct pd_rec *rec)
 {
@@ -303,6 +319,10 @@ static void on_hello(struct send_src *c, const struct pd_rec *rec)
         to->c = c->c;
         pd_chan_init(&c->c);
         c->state = SS_ENDED;
+    } else if (!rc && c->state == SS_LOST && !is_again(c, &h) && !memcmp(c->life, h.life, sizeof h.life)) {
+        pd_arena_free(&mem);    /* where another receiver of its was expected */
+        hang_up(c);
+        return;
     } else if (!rc && c->state == SS_LOST && !is_again(c, &h))
         rc = pd_fail(&e, PD_ECORRUPT, "another sender answers where one was lost");
     if (!rc)
@@ -313,6 +333,23 @@ static void on_hello(struct send_src *c, const struct pd_rec *rec)
         send_bad(to->s, NULL, &e);
         send_src_end(to);
     }
+}
+
+/* A second hello, which says that the first one was not answered in time: what comes now is plain. True: that is what it was. */
+static bool taken_back(struct send_src *c, const struct pd_rec *rec)
+{
+    struct pd_arena mem = { 0 };
+    struct pd_hello h;
+    bool plain = pd_hello_decode(rec->p, rec->n, &mem, &h, NULL) == 0 && !h.has_attach && pd_hello_can(&h, "plain");
+    pd_arena_free(&mem);
+    if (!plain || c->state != SS_TAKING || c->seq || c->probe || pd_xfer_counts(c->c.x).moves)
+        return plain && c->state == SS_PLAIN;
+    pd_info("a sender did not wait for our hello: its KV comes in a plain stream");
+    pd_chan_plain(&c->c);
+    c->s->degraded = true;
+    c->relay = false;
+    c->state = SS_PLAIN;
+    return true;
 }
 
 static void on_offer(struct send_src *c, struct pd_move *m)
@@ -349,6 +386,8 @@ static void on_taken(struct send_src *c, struct send_run *r, struct pd_move *m)
     struct pd_buf kv = { 0 };
     struct pd_err e;
     uint8_t key[PD_RUN_LEN + PD_GEN_LEN];
+    if (r->state == SR_SPOILT)
+        return;
     memcpy(key, r->desc.run, PD_RUN_LEN);
     memcpy(key + PD_RUN_LEN, r->desc.gen, PD_GEN_LEN);
     r->blocks = pd_take_blocks(m, &r->n_blocks);
@@ -430,75 +469,6 @@ static void on_event(struct send_src *c, const struct pd_xfer_event *ev)
     }
 }
 
-static bool carry_in(struct send_src *c, const struct pd_rec *rec, struct pd_err *e)
-{
-    struct pd_carry y;
-    struct send_kept *k;
-    if (pd_carry_decode(rec->p, rec->n, &y, e))
-        return false;
-    if (y.seq <= c->seq)
-        return true;            /* said again over a new connection */
-    if (!c->seq)
-        c->seq = y.seq - 1;     /* of a sender whose receiver before us has the first ones */
-    if (y.seq != c->seq + 1) {
-        pd_fail(e, PD_ECORRUPT, "carry: number %llu after %llu", (unsigned long long)y.seq, (unsigned long long)c->seq);
-        return false;
-    }
-    /* A sender keeps each until we have handed it on, and takes in no more than this meanwhile. */
-    if (c->carried_bytes >= SEND_HIGH + c->s->o.max_record || (!y.end && !y.rec.n)) {
-        pd_fail(e, PD_ECORRUPT, y.rec.n ? "carry: its sender does not wait: %zu bytes of records are here that no receiver has taken" : "carry: no record in it", c->carried_bytes);
-        return false;
-    }
-    if (!(k = pd_calloc(1, sizeof *k + y.rec.n, "a record on its way", e)))
-        return false;
-    c->carried_bytes += y.rec.n;
-    *k = (struct send_kept){ .seq = ++c->seq, .end = y.end, .n = y.rec.n };
-    if (y.rec.n)
-        memcpy(k->rec, y.rec.p, y.rec.n);
-    *c->carried_end = k;
-    c->carried_end = &k->next;
-    return true;
-}
-
-/* A carried record is framed like any other, and its kind may be anything. */
-static void hand_on(struct send_src *c, const struct send_kept *k)
-{
-    struct pd_frame_scan scan = { 0 };
-    struct pd_err e = { 0 };
-    size_t len = 0;
-    if (k->end)
-        c->end_came = true;
-    else if (pd_frame_next(&scan, k->rec, k->n, k->n, &len, &e) == 1 && len == k->n && pd_frame_check(k->rec, k->n, &e) == 0)
-        send_put(c->s, k->rec, k->n);
-    else {
-        pd_err_prefix(&e, "a carried record");
-        e.code = PD_ECORRUPT;
-        send_bad(c->s, NULL, &e);
-    }
-}
-
-static bool carry_out(struct send_src *c)
-{
-    struct pd_carry y = { .seq = c->acked };
-    struct pd_buf b = { 0 };
-    struct send_kept *k;
-    while ((k = c->carried) && send_room(c->s)) {
-        hand_on(c, k);
-        c->acked = k->seq;
-        c->carried_bytes -= k->n;
-        if (!(c->carried = k->next))
-            c->carried_end = &c->carried;
-        pd_free(k);
-    }
-    if (y.seq == c->acked)
-        return false;
-    y.seq = c->acked;
-    if (c->c.x && !pd_carry_encode(&y, &b, NULL))
-        pd_xfer_say(c->c.x, b.p, b.n, NULL);
-    pd_buf_free(&b);
-    return true;
-}
-
 static void lost(struct send_src *c, const char *why)
 {
     struct send *s = c->s;
@@ -536,7 +506,7 @@ static bool wait_again(struct send_src *c)
         send_src_end(c);
         return true;
     }
-    if (c->c.fd >= 0 || !c->dialled)
+    if (c->c.fd >= 0 || !c->dialled || s->now < c->again)
         return false;
     if (!c->dial && pd_redial_new(s->o.in, false, s->o.net, &c->dial, &e))
         return false;
@@ -569,7 +539,7 @@ static bool work_taking(struct send_src *c)
         lost(c, ev.err.msg);
         return true;
     }
-    moved |= carry_out(c);
+    moved |= send_carry_out(c);
     int rc = pd_chan_flush(&c->c, s->now, &e);
     if (rc < 0 || (c->c.eof && pd_rstream_empty(c->c.rs))) {
         lost(c, rc < 0 ? e.msg : "it was closed");
@@ -608,6 +578,10 @@ static void broken(struct send_src *c, struct pd_err *e)
         pd_xfer_lost(c->c.x, e->msg, s->now);
         return;
     }
+    if (c->state == SS_LOST) {
+        hang_up(c);
+        return;
+    }
     send_bad(s, NULL, e);
     ended_runs(c, "the stream broke", PD_ECORRUPT);
     send_src_end(c);
@@ -624,13 +598,15 @@ bool send_src_again(const struct send *s, const struct pd_hello *h)
 void send_src_record(struct send_src *c, const struct pd_rec *rec)
 {
     struct pd_err e = { 0 };
+    if (rec->kind == PD_K_HELLO && c->c.socket && taken_back(c, rec))
+        return;
     if (rec->kind == PD_K_HELLO && c->c.socket && c->state != SS_TAKING)
         on_hello(c, rec);
     else if (c->state == SS_PLAIN)
         plain_record(c, rec);
     else if (c->state == SS_TAKING && rec->kind != PD_K_CARRY)
         pd_xfer_feed(c->c.x, rec->p, rec->n, c->s->now, NULL);
-    else if (c->state == SS_TAKING && !carry_in(c, rec, &e))
+    else if (c->state == SS_TAKING && !send_carry_in(c, rec, &e))
         broken(c, &e);
     /* lost: whoever that is, he does not go on where the other one stopped */
 }
@@ -662,6 +638,8 @@ static bool records(struct send_src *c)
         if (rc == 0) {
             if (c->state == SS_PLAIN)
                 send_src_end(c);
+            else if (c->state == SS_LOST)
+                hang_up(c);
             break;
         }
         bytes += rec.n;
@@ -676,7 +654,7 @@ bool send_src_work(struct send_src *c)
     if (c->state == SS_TAKING)
         moved |= work_taking(c);
     else if (c->state == SS_LOST)
-        moved |= carry_out(c) | wait_again(c);
+        moved |= send_carry_out(c) | wait_again(c);
     return moved;
 }
 

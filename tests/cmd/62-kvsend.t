@@ -198,6 +198,17 @@ y = run(decode("--format", "json"), c.stdout.read())
 ok([q.wait() for q in (a, b, c)] == [0, 0, 0] and key(y.stdout) == [r for r in REF if r[0] != "local"], "a chain of three: the same",
    p.stderr + b"".join(q.stderr.read() for q in (a, b, c)) + y.stderr)
 
+# Each end has its own way, as its name says.
+at = f"127.0.0.1:{port()}"
+for a, b in ((f"tcp-listen:{at}", f"shm:{tmp}/w2"), (f"shm-listen:{tmp}/w1", f"tcp:{at}")):
+    c = start(kvsend("-v", "-i", b.replace(":", "-listen:", 1)))
+    m = start(kvsend("-v", "-i", a, "-o", b))
+    p = start(kvsend("-v", "-i", f"{tmp}/a.kv", "-o", a.replace("-listen", "")))
+    y = run(decode("--format", "json"), c.stdout.read())
+    codes, err = [q.wait(20) for q in (p, m, c)], m.stderr.read()
+    ways = [w.split()[0].decode().rstrip(",") for w in err.split(b" by ")[1:] if w.startswith((b"shm", b"tcp"))]
+    ok(codes == [0, 0, 0] and key(y.stdout) == REF and ways[:2] == [a[:3], b[:3]], f"from {a[:3]} to {b[:3]}: each end by its own", (codes, ways[:2], err[-800:]))
+
 # ---- several senders, several receivers
 c = start(kvsend("-i", f"unix-listen:{tmp}/s", "--peers", "3"))
 senders = [start(kvsend("-o", f"unix:{tmp}/s"), stdin=subprocess.PIPE) for _ in range(3)]
@@ -243,6 +254,21 @@ for spec, keys in (("unix", []), ("tcp", []), ("tcp", ["--key-file", f"{tmp}/key
         ok(x.returncode == 1 and len(x.stderr.splitlines()) == 1 and b"which has no ledger" in x.stderr and rx.poll() is None, f"--status of it over {spec} {keys[:1]}: told so", x.stderr)
     x = run(kvsend("--probe", f"{spec}:{at}", "--probe-max", "16KiB", *keys))
     ok(x.returncode == 0 and rx.wait() == 0, "which did not take the place of its peer", x.stderr + rx.stderr.read())
+at = f"127.0.0.1:{port()}"
+x = start(kvsend("--key-file", f"{tmp}/keys", "-i", f"tcp-listen:{at}"))
+crowd = []
+for _ in range(80):
+    c = socket.socket()
+    while c.connect_ex(("127.0.0.1", int(at.split(":")[1]))):
+        c.close()
+        c = socket.socket()
+        time.sleep(0.01)
+    crowd.append(c)
+p = run(kvsend("--key-file", f"{tmp}/keys", "-i", f"{tmp}/a.kv", "-o", f"tcp:{at}"))
+y = run(decode("--format", "json"), x.stdout.read())
+ok(p.returncode == 0 and x.wait(20) == 0 and key(y.stdout) == REF, "80 who prove no key and say nothing lock nobody out", (p.stderr, x.stderr.read()))
+for c in crowd:
+    c.close()
 x = run(kvsend("-i", "tcp-listen::7012", "-o", "/dev/null"))
 ok(x.returncode == 2 and b"tcp-listen::7012 is not loopback" in x.stderr, "an endpoint is told as it was typed", x.stderr)
 rx = start(kvsend("-i", f"unix-listen:{tmp}/s", "--kv-mem", "1MiB", "-o", "/dev/null"))
