@@ -6,19 +6,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 
-try:
-    import msgpack
-except ImportError:             # the environment of the tests has it
-    if "PD_PY" not in os.environ or os.environ.get("PD_PY_TRIED"):
-        raise
-    os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
-
 import tap
-from tap import B, decode, lines, ok, one_line, prefill, records, results, run
+from packed import msgpack
+from tap import decode, lines, ok, one_line, prefill, records, results, run
 
 tmp = tempfile.TemporaryDirectory()
 

@@ -1,42 +1,16 @@
 #!/usr/bin/env python3
 """What the router knows of the KV that its workers hold: from their events, over either connection; a prompt goes where its beginning is. Events that do not follow,
 lie, or come from another life; workers that send none; memory that is bounded."""
-import atexit
 import os
-import signal
 import socket
-import sys
-import tempfile
 import threading
 import time
 
-try:
-    import msgpack
-except ImportError:             # the environment of the tests has it
-    if "PD_PY" not in os.environ or os.environ.get("PD_PY_TRIED"):
-        raise
-    os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
-
 import tap
-from fake import Fake, Holder, Router, block_hashes, results, right, until
+from fake import at, block_hashes, Fake, Holder, results, right, Router, router, tmp, until
+from packed import msgpack
 from pdset import Worker
 from tap import B, ok, one_line, run
-
-tmp = tempfile.TemporaryDirectory()
-turn = 0
-
-
-def at(name):
-    global turn
-    turn += 1
-    return os.path.join(tmp.name, f"{name}{turn}")
-
-
-def router(*args, workers=()):
-    r = Router(at("r"), *args, workers=workers)
-    atexit.register(r.p.kill)
-    return r
-
 
 def prompt(k, n):
     return [1 + (k * 131 + i * 7) % 250 for i in range(n)]

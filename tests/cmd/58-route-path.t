@@ -1,56 +1,13 @@
 #!/usr/bin/env python3
 """Where KV goes: domains, maintenance, breakers, pairs on hold, limits of fallbacks, and what a router that was killed left at its workers; with workers that do as
 they are told."""
-import atexit
 import os
-import sys
-import tempfile
 import threading
 import time
 
-try:
-    import msgpack
-except ImportError:             # the environment of the tests has it
-    if "PD_PY" not in os.environ or os.environ.get("PD_PY_TRIED"):
-        raise
-    os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
-
 import tap
-from fake import Decode, Prefill, Router, results, right, silent, tokens_of, until
+from fake import at, checked, D, P, results, right, router, silent, tokens_of, until
 from tap import B, ok, run
-
-tmp = tempfile.TemporaryDirectory()
-turn = 0
-
-
-def at(name):
-    global turn
-    turn += 1
-    return os.path.join(tmp.name, f"{name}{turn}")
-
-
-class D(Decode):
-    def __init__(self, **kw):
-        super().__init__(at("d"), **kw)
-
-
-class P(Prefill):
-    def __init__(self, **kw):
-        super().__init__(at("p"), **kw)
-
-
-def router(*args, workers=(), where=None):
-    r = Router(where or at("r"), *args, workers=workers)
-    atexit.register(r.p.kill)
-    return r
-
-
-def checked(r, name, *workers):
-    rc, err = r.stop()
-    c = run([f"{B}/bin/pd-trace", "check", r.trace])
-    ok(rc == 0 and c.returncode == 0, f"{name}: drained, and the trace holds every invariant", (rc, err[-1500:], c.stdout, c.stderr))
-    [w.die() for w in workers if w.alive]
-
 
 def topology(text, path=None):
     path = path or at("topology")

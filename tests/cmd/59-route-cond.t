@@ -2,18 +2,11 @@
 """pd-route --policy conditional and random on a tiny model: every way gives the same text, each decision is recorded whole, and what came of it beside it."""
 import os
 import socket
-import sys
 import tempfile
 
-try:
-    import msgpack
-except ImportError:             # the environment of the tests has it
-    if "PD_PY" not in os.environ or os.environ.get("PD_PY_TRIED"):
-        raise
-    os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
-
 import tap
-from fake import Router, results
+from fake import results, Router
+from packed import msgpack
 from pdset import ARGS, Worker
 from tap import B, TINY, ok, run
 

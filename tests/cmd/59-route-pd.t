@@ -5,20 +5,12 @@ import atexit
 import glob
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 
-try:
-    import msgpack
-except ImportError:             # the environment of the tests has it
-    if "PD_PY" not in os.environ or os.environ.get("PD_PY_TRIED"):
-        raise
-    os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
-
 import tap
-from fake import Conn, Router, results, until
+from fake import results, Router, until
 from pdset import ARGS, Worker
 from tap import B, TINY, ok, run
 

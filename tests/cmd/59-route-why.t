@@ -1,15 +1,7 @@
 #!/usr/bin/env python3
 """pd-trace on what a live router decided (a tiny model, both ways): why, replay, drift, regret and ls, whole and damaged."""
 import os
-import sys
 import tempfile
-
-try:
-    import msgpack
-except ImportError:             # the environment of the tests has it
-    if "PD_PY" not in os.environ or os.environ.get("PD_PY_TRIED"):
-        raise
-    os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
 
 from fake import Router
 from pdset import Worker

@@ -5,20 +5,13 @@ import json
 import os
 import re
 import socket
-import sys
 import tempfile
 import threading
 import time
 
-try:
-    import msgpack
-except ImportError:             # the environment of the tests has it
-    if "PD_PY" not in os.environ or os.environ.get("PD_PY_TRIED"):
-        raise
-    os.execve(os.environ["PD_PY"], [os.environ["PD_PY"], *sys.argv], dict(os.environ, PD_PY_TRIED="1"))
-
 import tap
-from fake import Decode, Holder, Prefill, Router, results, right, tokens, tokens_of, until
+from fake import Decode, Holder, Prefill, results, right, Router, tokens, tokens_of, until
+from packed import msgpack
 from tap import B, ok, run
 
 tmp = tempfile.TemporaryDirectory()

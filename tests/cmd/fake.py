@@ -1,5 +1,6 @@
 """Workers that do as a test says, and clients: for the router's tests. A fake worker registers, beats, and hands each request to `serve`; what real ones do with
 tokens it imitates: token i of a prompt is a function of prompt and i alone, so that whoever computes it gets the same."""
+import atexit
 import ctypes
 import hashlib
 import os
@@ -7,14 +8,14 @@ import signal
 import socket
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 import zlib
 
-import msgpack
-
 import tap
-from tap import B
+from packed import msgpack
+from tap import B, ok, run
 
 FP = {"arch": "fake", "layers": 2, "rope_theta": 10000.0, "weights_digest": b"\1" * 32, "block_size": 16, "numerics": "fake-1", "software": "pd 0.1"}
 
@@ -397,3 +398,44 @@ def until(cond, seconds=10):
     while not cond() and time.time() < end:
         time.sleep(0.005)
     return bool(cond())
+
+
+# ---- what most tests of the router begin with ----
+
+tmp = tempfile.TemporaryDirectory()
+turn = 0
+
+
+def at(name):
+    global turn
+    turn += 1
+    return os.path.join(tmp.name, f"{name}{turn}")
+
+
+class D(Decode):
+    def __init__(self, **kw):
+        super().__init__(at("d"), **kw)
+
+
+class P(Prefill):
+    def __init__(self, **kw):
+        super().__init__(at("p"), **kw)
+
+
+def die(self, c, req):
+    self.die()
+
+
+def router(*args, workers=(), where=None):
+    r = Router(where or at("r"), *args, workers=workers)
+    atexit.register(r.p.kill)
+    return r
+
+
+def checked(r, name, *workers):
+    """It ends well, and its trace holds every invariant."""
+    rc, err = r.stop()
+    c = run([f"{B}/bin/pd-trace", "check", r.trace])
+    ok(rc == 0 and c.returncode == 0, f"{name}: drained, and the trace holds every invariant", (rc, err[-1500:], c.stdout, c.stderr))
+    [w.die() for w in workers if w.alive]
+    return err
