@@ -30,6 +30,11 @@ def key(kv):
     return {r["id"]: (tuple(r["tokens"]), r["fallback"]) for r in results(run(decode("--format", "json"), kv).stdout) if r["finish_reason"] != "error"}
 
 
+def listening(path):
+    """It is not enough that the name exists: bind comes before listen."""
+    return any(x[3] == "00010000" and x[-1] == path for x in map(str.split, open("/proc/net/unix")) if len(x) > 7)
+
+
 REF = key(KV)
 ok(len(REF) == 60 and not any(f for _, f in REF.values()), "what is compared with")
 
@@ -141,7 +146,7 @@ slow_since = time.time()
 for what in ("before the hello", "with plain records before it"):
     data = KV if what.startswith("before") else b"".join(msgpack.packb({"pd": "note", "v": 1, "text": "x" * 900, "i": i}) for i in range(600)) + KV
     r = start(kvsend("-i", f"unix-listen:{tmp}/late"))
-    while not os.path.exists(f"{tmp}/late"):
+    while not listening(f"{tmp}/late"):
         time.sleep(0.01)
     r.send_signal(signal.SIGSTOP)
     t = start(kvsend("-o", f"unix:{tmp}/late"), stdin=subprocess.PIPE)
