@@ -19,8 +19,7 @@ struct pd_share pd_share_of(const struct pd_need *need, const struct pd_member *
 
 /* ---- who may ---- */
 
-/* What one that prefills can ever hold of a prompt: of one that decodes too, half its room. */
-static uint64_t room_to_give(const struct pd_member *m) { return m->said.capacity.blocks / (pd_member_can_decode(m) ? 2 : 1); }
+uint64_t pd_room_to_give(const struct pd_member *m) { return m->said.capacity.blocks / (pd_member_can_decode(m) ? 2 : 1); }
 
 static enum pd_excluded never(const struct pd_need *q, const struct pd_member *m, bool giving)
 {
@@ -29,7 +28,7 @@ static enum pd_excluded never(const struct pd_need *q, const struct pd_member *m
         has = m->said.adapters[i].n == q->adapter.n && !memcmp(m->said.adapters[i].p, q->adapter.p, q->adapter.n);
     if (!has)
         return PD_X_ADAPTER;
-    if (giving && q->exact && m->said.capacity.blocks && pd_share_of(q, m, true, false).blocks > room_to_give(m))
+    if (giving && q->exact && m->said.capacity.blocks && pd_share_of(q, m, true, false).blocks > pd_room_to_give(m))
         return PD_X_CONTEXT;
     return q->exact && m->said.capacity.context && q->prompt_tokens >= m->said.capacity.context ? PD_X_CONTEXT : PD_X_NO;
 }
@@ -426,7 +425,7 @@ const char *pd_excluded_text(const struct pd_decision *o, const struct pd_candid
         if (m->said.capacity.context && o->need.prompt_tokens >= m->said.capacity.context)
             snprintf(out, cap, "capacity: a prompt of %u tokens, a context of %u", o->need.prompt_tokens, m->said.capacity.context);
         else
-            snprintf(out, cap, "capacity: a prompt of %" PRIu64 " blocks, room to compute %" PRIu64, pd_share_of(&o->need, m, true, false).blocks, room_to_give(m));
+            snprintf(out, cap, "capacity: a prompt of %" PRIu64 " blocks, room to compute %" PRIu64, pd_share_of(&o->need, m, true, false).blocks, pd_room_to_give(m));
         break;
     case PD_X_STALE: snprintf(out, cap, "stale load %.1fs", (double)(o->need.now_us - m->said_us) / 1e6); break;
     case PD_X_FINGERPRINT: snprintf(out, cap, "fingerprint: %s", c->detail ? c->detail : "it cannot be compared"); break;

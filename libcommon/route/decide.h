@@ -84,4 +84,6 @@ struct pd_route_note { const char *run, *cause, *fallback /* or NULL */; const u
 int pd_decision_encode(struct pd_decision *d, const struct pd_route_note *note, struct pd_buf *out, struct pd_err *e);
 /* What a run holds of a worker while it is there. */
 struct pd_share pd_share_of(const struct pd_need *need, const struct pd_member *m, bool prefills, bool decodes);
+/* Blocks that one that prefills can ever hold of a prompt: of one that decodes too, half its room. */
+uint64_t pd_room_to_give(const struct pd_member *m);
 #endif

@@ -10,6 +10,7 @@ enum { POLICY_US = 1000000, FORGET = 60 /* times gone_us: a worker that dialled 
 
 static void know_policy(struct pd_router *r)
 {
+    int64_t most = r->o.wait_us / 2 < POLICY_US ? r->o.wait_us / 2 : POLICY_US;
     bool all = true;
     for (const struct pd_rt_worker *w = r->workers; w; w = w->next) {
         if (!r->o.policy_given && w->m->known && pd_member_gives(w->m) && r->o.policy != PD_POLICY_FIXED) {
@@ -20,7 +21,7 @@ static void know_policy(struct pd_router *r)
     }
     if (r->policy_known)
         return;
-    r->policy_known = r->o.policy_given || (all && r->workers) || (r->workers ? pd_mono_us() - r->since >= POLICY_US : true);
+    r->policy_known = r->o.policy_given || (all && r->workers) || (r->workers ? pd_mono_us() - r->since >= most : true);
 }
 
 static int said(struct pd_router *r, struct pd_rt_worker *w, enum pd_rt_from from, const struct pd_rec *rec, struct pd_err *e)
@@ -252,7 +253,7 @@ static void on_sweep(void *ctx)
     }
     pd_rt_sweep(r, now);
     if (now >= r->next_dispatch) {
-        r->next_dispatch = now + 100000;
+        r->next_dispatch = now + (r->o.wait_us < 1000000 ? r->o.wait_us / 10 : 100000);
         look_at_workers(r, now);
         if (r->queue)
             pd_rt_dispatch(r);

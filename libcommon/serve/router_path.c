@@ -215,17 +215,23 @@ static void waits_ahead(struct pd_router *r, const struct pd_rt_run *run)
 enum pd_limited pd_rt_fall_judge(struct pd_router *r, struct pd_rt_run *run, int64_t now, int64_t *retry_after_us, const char **why)
 {
     struct pd_limit_case c = case_of(r, run, now);
-    bool limited = false;
+    bool limited = false, own = false;
     c.fits = r->decision.outcome == PD_CHOSEN;
-    for (uint32_t i = 0; i < r->decision.n_d && !limited; i++)
-        limited = r->decision.d_row[i].x == PD_X_FALLBACKS;
+    for (uint32_t i = 0; i < r->decision.n_d; i++) {
+        enum pd_excluded x = r->decision.d_row[i].x;
+        limited |= x == PD_X_FALLBACKS;
+        own |= x == PD_X_CONTEXT || x == PD_X_ADAPTER || x == PD_X_TRIED;
+    }
     if (!c.fits && !limited)    /* other things are in the way, which have their own limits */
         return PD_LIMIT_WAIT;
     enum pd_limited v = pd_limit_judge(&r->paths.limit, &c, retry_after_us, why);
     if (v == PD_LIMIT_GO)
         pd_rt_fall_begin(r, run, r->decision.d->user, now);
     else if (v == PD_LIMIT_WAIT) {
-        r->paths.fits_ahead = r->paths.runs_ahead ? r->paths.fits_ahead : c.fits;
+        if (!own && !r->paths.alike_ahead) {
+            r->paths.alike_ahead = true;
+            r->paths.fits_ahead = c.fits;
+        }
         waits_ahead(r, run);
     }
     return v;

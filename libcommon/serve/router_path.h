@@ -20,7 +20,8 @@ struct pd_rt_paths {            /* of a router */
     bool has_left; uint32_t n_found;    /* a former life left items that are still there; how many of them their workers had yet */
     struct pd_rt_query *queries;
     struct pd_limit limit;
-    uint64_t tokens_ahead; uint32_t runs_ahead; bool fits_ahead;        /* of fallbacks that wait, in the round of routing under way; there is room for the first */
+    uint64_t tokens_ahead; uint32_t runs_ahead;     /* of fallbacks that wait, in the round of routing under way */
+    bool alike_ahead, fits_ahead;       /* one of them is kept from no worker by what it is itself; there is room for the first such */
     struct pd_metric *m_turns, *m_holds, *m_shed;
 };
 struct pd_rt_lent {             /* of a run: what its prefill worker has for its decode worker */

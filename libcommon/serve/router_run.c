@@ -538,7 +538,7 @@ static bool waits_behind(struct pd_router *r, struct pd_rt_run *run, int64_t now
 {
     int64_t retry;
     const char *words;
-    if (!run->fall.fell || run->fall.at || run->delivered || !r->paths.runs_ahead)
+    if (!run->fall.fell || run->fall.at || run->delivered || !r->paths.alike_ahead)
         return false;
     run->none_since = 0;
     if (pd_rt_fall_behind(r, run, now, &retry, &words) != PD_LIMIT_SHED || (run->deadline_us && now >= run->deadline_us))
@@ -549,11 +549,18 @@ static bool waits_behind(struct pd_router *r, struct pd_rt_run *run, int64_t now
     return true;
 }
 
+/* No prefill worker for so long that it need not be waited for: before it would be blocked, and a dispatch or two before. */
+static bool no_p_long(const struct pd_router *r, const struct pd_rt_run *run, int64_t now)
+{
+    int64_t most = r->o.wait_us / 2 < PD_RT_NO_P_US ? r->o.wait_us / 2 : PD_RT_NO_P_US;
+    return most <= 2 * PD_RT_SWEEP_US || (run->none_since && now - run->none_since >= most);
+}
+
 static enum pd_outcome try_route(struct pd_router *r, struct pd_rt_run *run, int64_t now)
 {
     struct pd_err why;
     decide(r, run, now);
-    if (r->decision.outcome == PD_NO_PREFILL && run->none_since && now - run->none_since >= PD_RT_NO_P_US) {
+    if (r->decision.outcome == PD_NO_PREFILL && no_p_long(r, run, now)) {
         struct pd_buf line = { 0 };
         bool told = pd_decision_text(&r->decision, &line, &why) == 0 && pd_buf_add(&line, "", 1, &why) == 0;
         pd_rt_falls_back(r, run, "no_prefill_worker", told && line.n ? (char *)line.p : "none is there");
@@ -580,23 +587,29 @@ static enum pd_outcome try_route(struct pd_router *r, struct pd_rt_run *run, int
 
 static bool plain(const struct pd_rt_run *run) { return !run->n_tried && run->like < 0 && !run->need.local && !run->need.adapter.n; }
 
-/* What was decided of a plain run holds, as long as nobody is given anything back, for those after it: of prompts that fit into every worker's context, in whatever
+/* What was decided of a plain run holds, as long as nobody is given anything back, for those after it: of prompts that every worker could take, in whatever
  * order; of longer ones for those between two of which the same was decided. */
 struct verdict { enum pd_outcome got; uint32_t lo, hi; };       /* got PD_CHOSEN: nothing yet */
 
+/* From so many tokens on there is one that never takes it. */
 static uint32_t least_context(const struct pd_router *r)
 {
     uint32_t least = UINT32_MAX;
-    for (const struct pd_member *m = r->reg.first; m; m = m->next)
-        if (m->known && m->said.capacity.context && m->said.capacity.context < least)
-            least = m->said.capacity.context;
+    for (const struct pd_member *m = r->reg.first; m; m = m->next) {
+        const struct pd_capacity *c = &m->said.capacity;
+        uint64_t most = pd_room_to_give(m) * (c->block_size ? c->block_size : 1);
+        if (m->known && c->context && c->context < least)
+            least = c->context;
+        if (m->known && c->blocks && pd_member_can_give(m) && most < least)
+            least = (uint32_t)most + 1;
+    }
     return least;
 }
 
-static bool told_already(const struct verdict *v, struct pd_rt_run *run, int64_t now)
+static bool told_already(const struct pd_router *r, const struct verdict *v, struct pd_rt_run *run, int64_t now)
 {
     if (v->got == PD_CHOSEN || run->need.prompt_tokens < v->lo || run->need.prompt_tokens > v->hi ||
-        (v->got == PD_NO_PREFILL && run->none_since && now - run->none_since >= PD_RT_NO_P_US))
+        (v->got == PD_NO_PREFILL && no_p_long(r, run, now)))
         return false;
     run->none_since = v->got == PD_WAIT_ROOM ? 0 : run->none_since ? run->none_since : now;
     return true;
@@ -627,6 +640,7 @@ void pd_rt_dispatch(struct pd_router *r)
         r->dispatch_again = false;
         int64_t now = pd_mono_us();
         r->paths.tokens_ahead = r->paths.runs_ahead = 0;
+        r->paths.alike_ahead = false;
         struct verdict verdict[2] = { { PD_CHOSEN, 0, 0 } };
         uint32_t least = least_context(r);
         for (struct pd_rt_run *run = r->queue, *next; run; run = next) {
@@ -634,7 +648,7 @@ void pd_rt_dispatch(struct pd_router *r)
             uint32_t tokens = run->need.prompt_tokens;
             bool is_long = run->need.exact && tokens >= least;
             struct verdict *v = plain(run) ? &verdict[is_long] : NULL;
-            if ((v && told_already(v, run, now)) || waits_behind(r, run, now))
+            if ((v && told_already(r, v, run, now)) || waits_behind(r, run, now))
                 continue;
             enum pd_outcome got = try_route(r, run, now);
             if (v)

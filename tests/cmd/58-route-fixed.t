@@ -215,6 +215,15 @@ got = list(c.records())
 ok(right(got, S) and results(got)[0]["mode"] == "remote" and len(q.requests) == 1, "one that comes in time is used", got)
 checked(r, "no prefill", q, d)
 
+for wait in ("1s", "300ms", "30ms"):
+    p, d = P(), D()
+    r = router("--policy", "fixed", "--wait", wait, workers=[p, d])
+    p.die()
+    r.until("workers_ready", 1)
+    got = r.ask(*[dict(S, id=i) for i in range(3)])
+    ok([(x["finish_reason"], x["mode"]) for x in results(got)] == [("length", "local")] * 3, f"decode does it alone before a run that waits {wait} is blocked", got[-3:])
+    checked(r, f"no prefill, {wait}", d)
+
 # ---- rolling update ----
 
 old, new = (P(epoch=1), D(epoch=1)), [P(epoch=2), None]

@@ -253,6 +253,32 @@ c.c.close()
 large.die()
 checked(r, "room", small)
 
+small, large, d = P(blocks=4), P(max_runs=2, serve=silent), D()         # 64 tokens; one run
+r = router(workers=[small, large, d])
+c = Client(r, *[ids(100 + i) for i in range(3)])
+ok(until(lambda: len(large.requests) == 1 and r.until("queued", 2), 5), "the one prefill worker that has blocks for them is full")
+t0 = time.time()
+got = r.ask(*[ids(20 + i) for i in range(10)])
+ok([x["prefill_worker"] for x in results(got)] == [small.name] * 10 and time.time() - t0 < 1.5, "what the other has blocks for is not made to wait", (got[:2], time.time() - t0))
+c.c.close()
+large.die()
+checked(r, "blocks", small, d)
+
+# 64 tokens at once; 204 for others
+p, small, large = P(), D(context=64), D(blocks=128)
+large.taken = lambda c, req: None
+r = router("--wait", "4s", workers=[p, small, large])
+p.die()
+r.until("workers_ready", 2)
+c = Client(r, *[ids(100 + i) for i in range(3)])
+ok(until(lambda: r.ledger()["fallbacks_now"] == 2 and len(large.requests) == 2, 5), "no prefill worker, and the decode worker that takes them computes as many as it may", r.ledger())
+t0 = time.time()
+got = r.ask(ids(20))
+ok([(x["mode"], x["decode_worker"]) for x in results(got)] == [("local", small.name)] and time.time() - t0 < 2.5, "what an idle one takes does not wait behind them", (got, time.time() - t0))
+c.c.close()
+large.die()
+checked(r, "behind", small)
+
 # ---- decisions that were told of nowhere ----
 
 p, d = P(serve=error("abort", "too long")), D()
