@@ -221,6 +221,16 @@ static int64_t way_adds(const struct choice *c, int32_t p, int32_t d)
     return w->prefill.p50 > 0 ? small((uint64_t)((double)us * w->miss_blocks / (double)w->prefill.p50 + 0.5)) : 0;
 }
 
+/* The same by d's own row, as a replay may lack p's. Blocks: those of the prompt that d computes in the meantime. */
+static int64_t way_to(const struct choice *c, int32_t p, int32_t d)
+{
+    const struct pd_route_row *w = &c->r->d[d];
+    int64_t us = move(c, p, d, w->miss_tokens);
+    if (us <= 0 || c->policy.kind != PD_POLICY_FIXED)
+        return us;
+    return w->prefill.p50 > 0 ? small((uint64_t)((double)us * w->miss_blocks / (double)w->prefill.p50 + 0.5)) : 0;
+}
+
 static void nearer(struct near *o, int64_t cost, int32_t of)
 {
     if (cost < 0 || (o->of[1] >= 0 && cost >= o->cost[1]))
@@ -301,7 +311,7 @@ static void find_d(struct choice *c)
         int32_t d = (int32_t)i, by = far_too && may(c, 1, d, true) ? giver_of(c, d) : -1;
         for (int k = 0; k < 2; k++)             /* conditional: the best alone, and the best with KV from elsewhere; else one order for both */
             if (k ? by >= 0 : may(c, 1, d, false) && c->local)
-                n[k] = insert(top[k], n[k], PD_ROUTE_BEST, (struct ranked){ key(c, 1, d, k) + (k ? way_adds(c, by, d) : 0), c->r->d[i].given, d, by });
+                n[k] = insert(top[k], n[k], PD_ROUTE_BEST, (struct ranked){ key(c, 1, d, k) + (k ? way_to(c, by, d) : 0), c->r->d[i].given, d, by });
     }
     for (int k = 0; k < 2; k++)
         for (int i = 0; i < n[k] && (k || !both || i < PD_ROUTE_BEST / 2); i++) {

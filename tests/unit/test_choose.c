@@ -351,6 +351,25 @@ static void the_near_one_is_found(void **state)
             }
 }
 
+/* A record may lack who gives to a D that is none of the best: what the way to it adds is no matter of what the giver computes. */
+static void who_gives_need_not_be_there(void **state)
+{
+    scene("fixed");
+    crowds(280, 280);
+    for (uint32_t k = 0; k < 280; k++) {
+        crowd[1][k].domain = k < 40;
+        crowd[1][k].blocks = k < 40 ? 0 : 20;
+    }
+    crowd[0][279].domain = 1;
+    crowd[0][279].prefill = about(10 * MS);     /* near to the idle ones, fast, and with a long queue */
+    crowd[0][279].queue_tokens = 90000;
+    r.n_paths = 3;
+    path[0] = (struct pd_route_path){ -1, -1, 0, 0, .penalty_us = 0 };
+    path[1] = (struct pd_route_path){ -1, -1, 1, 1, .penalty_us = 100 * MS };
+    path[2] = (struct pd_route_path){ -1, -1, 0, 1, .penalty_us = 110 * MS };
+    assert_string_equal(way_again(), "remote p0>d0");
+}
+
 /* The propensities of `random` are those by which it draws, also among more than are looked at together. */
 static void chance_is_told_as_it_is(void **state)
 {
@@ -582,7 +601,8 @@ int main(void)
         cmocka_unit_test(conditional_goes_by_what_it_costs), cmocka_unit_test(uncertainty_counts), cmocka_unit_test(sums_are_as_wide_as_is_told), cmocka_unit_test(blocks_that_run_short_count),
         cmocka_unit_test(load_policies_go_by_blocks), cmocka_unit_test(rules_are_as_published), cmocka_unit_test(what_stands_in_the_way),
         cmocka_unit_test(those_that_reach_nobody_are_passed_over), cmocka_unit_test(those_that_nobody_reaches_hide_no_other),
-        cmocka_unit_test(the_near_one_is_found), cmocka_unit_test(chance_is_told_as_it_is), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),
+        cmocka_unit_test(the_near_one_is_found), cmocka_unit_test(who_gives_need_not_be_there),
+        cmocka_unit_test(chance_is_told_as_it_is), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),
         cmocka_unit_test(a_shadow_changes_nothing), cmocka_unit_test(a_record_gives_the_same_choice_and_bytes), cmocka_unit_test(what_makes_no_sense_is_refused) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
