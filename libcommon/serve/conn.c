@@ -226,7 +226,8 @@ static void peer_gone(struct pd_conn *c, const char *how, int sys)
                 pd_conn_soon(c);
             return;
         }
-    }
+    } else if (c->queued && may_read(c))        /* and still is, a turn at a time; its end is the connection's */
+        return;
     pd_conn_die(c, &c->why);
 }
 

@@ -107,8 +107,6 @@ static struct send_guest *guest_new(struct send *s, struct send_listener *l, int
     if (g)
         pd_chan_init(&g->c);
     bool keys = !l->path && s->o.net->keys;
-    if (g && n >= GUESTS_MAX)
-        oldest_goes(s);
     if (!g || (l->path && pd_unix_check_peer(fd, l->path, &e)) || (keys && pd_tls_new(s->o.net->keys, fd, false, l->spec, &g->c.tls, &e))) {
         if (g)
             pd_warn("%s", e.msg);
@@ -116,6 +114,8 @@ static struct send_guest *guest_new(struct send *s, struct send_listener *l, int
         pd_free(g);
         return NULL;
     }
+    if (n >= GUESTS_MAX + l->left)      /* those that are expected have said nothing until their first KV */
+        oldest_goes(s);
     g->l = l;
     g->since = s->now;
     g->c.fd = fd;

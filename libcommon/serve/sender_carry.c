@@ -22,8 +22,9 @@ bool send_carry_in(struct send_src *c, const struct pd_rec *rec, struct pd_err *
         return false;
     }
     /* A sender keeps each until we have handed it on, and takes in no more than this meanwhile. */
-    if (c->carried_bytes >= SEND_HIGH + c->s->o.max_record || (!y.end && !y.rec.n)) {
-        pd_fail(e, PD_ECORRUPT, y.rec.n ? "carry: its sender does not wait: %zu bytes of records are here that no receiver has taken" : "carry: no record in it", c->carried_bytes);
+    bool full = c->carried_bytes > SEND_HIGH + sizeof *k + c->s->o.max_record;
+    if (full || (!y.end && !y.rec.n)) {
+        pd_fail(e, PD_ECORRUPT, full ? "carry: its sender does not wait: %zu bytes of records are here that no receiver has taken" : "carry: no record in it", c->carried_bytes);
         return false;
     }
     if (!(k = pd_calloc(1, sizeof *k + y.rec.n, "a record on its way", e)))

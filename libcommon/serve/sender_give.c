@@ -186,6 +186,11 @@ static void on_event(struct send_dst *d, const struct pd_xfer_event *ev)
         pd_info("%s: KV goes by %s", d->spec, pd_xfer_via(d->c.x));
         for (const struct send_kept *k = d->kept; k && d->relay; k = k->next)
             send_dst_say(d, k);
+        if (!d->relay) {                /* what was kept for it while it was away it would not hear */
+            for (const struct send_kept *k = d->kept; k; k = k->next)
+                d->lost += !k->end;
+            send_dst_acked(d, UINT64_MAX);
+        }
         return;
     case PD_XE_ACCEPTED:
         o->sent += ev->bytes;           /* of a second try: what the first one did not bring */

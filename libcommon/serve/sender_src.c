@@ -73,10 +73,12 @@ static void plain_offer(struct send_src *c, const struct pd_rec *rec)
     struct send *s = c->s;
     uint32_t open = 0;
     for (const struct send_run *o = s->runs; o; o = o->next)
-        open += o->src == c && o->state != SR_CLOSED;
+        open += o->src == c && o->state != SR_CLOSED && !(o->state == SR_SPOILT && o->kv_came);
     if (open >= MAX_OPEN) {
         pd_fail(&e, PD_ENOMEM, "an offer is refused: %d runs of its sender are on their way already, and none of them ends", MAX_OPEN);
-        stray(c, "offers", &e);
+        if (strcmp(c->told_run, "offers"))      /* a run's KV, not a stray chunk: told with -k too */
+            send_bad(s, NULL, &e);
+        snprintf(c->told_run, sizeof c->told_run, "offers");
         return;
     }
     struct send_run *r = send_run_new(c, rec->p, rec->n, &e), *twin;

@@ -513,6 +513,22 @@ static void descriptors_come_with_their_records(void **state)
     }
 }
 
+/* More than a turn reads, and then nobody: each record is given out before the end is told. */
+static void what_came_before_a_hang_up_is_read(void **state)
+{
+    enum { N = 20000 };
+    static uint8_t many[N * TINY];
+    for (size_t i = 0; i < N; i++)
+        memcpy(many + i * TINY, tiny, TINY);
+    say(many, sizeof many);
+    close(peer);
+    peer = -1;
+    for (int i = 0; conn && i < 2000; i++)
+        PUMP;
+    assert_int_equal(strspn(log_, "r"), N);
+    assert_null(conn);
+}
+
 static void a_flood_of_descriptors_is_refused(void **state)
 {
     int fd = null_fd(), many[32];
@@ -691,7 +707,7 @@ int main(void)
         T(a_hold_stops_at_once), T(who_does_not_read_makes_no_requests), T(a_feeder_that_does_not_stop_loses_the_connection),
         cmocka_unit_test_setup_teardown(who_asks_reads_on_while_full, begin_asking, end), T(garbage_is_told_as_text), T(garbage_with_an_end_is_answered_by_an_end),
         T(a_writer_without_end_is_waited_for_only_so_long), T(a_cut_record_is_told), T(large_records_pass_both_ways), T(descriptors_come_with_their_records),
-        T(a_flood_of_descriptors_is_refused), T(descriptors_go_with_their_records), T(bytes_are_pulled_as_the_peer_reads), cmocka_unit_test(the_first_record_decides),
+        T(a_flood_of_descriptors_is_refused), T(what_came_before_a_hang_up_is_read), T(descriptors_go_with_their_records), T(bytes_are_pulled_as_the_peer_reads), cmocka_unit_test(the_first_record_decides),
         cmocka_unit_test(a_socket_can_be_handed_on_whole) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
