@@ -61,6 +61,9 @@ static size_t share(size_t max_blocks, size_t block_bytes)
     size_t most = block_bytes > LARGE_BLOCK ? 1 : SLAB_BYTES / block_bytes;
     while ((max_blocks + most - 1) / most > PD_SLABS_MAX)
         most *= 2;
+    size_t full = (max_blocks + most - 1) / most;
+    if (full > 1 && 32 * (full * most - max_blocks) <= max_blocks)
+        return most;            /* pools of different sizes have slabs of one size then, and can be read in place by each other */
     for (size_t n = (max_blocks + most - 1) / most;; n++) {
         size_t per = (max_blocks + n - 1) / n, slabs = (max_blocks + per - 1) / per;
         if (32 * (slabs * per - max_blocks) <= max_blocks)
