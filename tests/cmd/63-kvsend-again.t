@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """Connections of pd-kvsend that are made again, or late: a peer that answers late, one that was away for longer than a lease lives, forwarders that accept and hang up, two receivers
 that come back in another order. Nothing is lost, and nothing is computed again."""
-import os
 import signal
 import socket
 import subprocess
@@ -10,24 +9,13 @@ import threading
 import time
 
 import tap
+from kvs import key, kvsend, made, start
 from pdset import msgpack
-from tap import B, decode, lines, ok, prefill, results, run
+from tap import ok, run
 
 tmp = tempfile.mkdtemp()
-KV = run(prefill(), lines([{"id": i, "prompt": f"word {i} " * (i % 20 + 1), "max_tokens": 4, "seed": i} for i in range(60)])).stdout
+KV = made()
 open(f"{tmp}/a.kv", "wb").write(KV)
-
-
-def kvsend(*args):
-    return [f"{B}/bin/pd-kvsend", *args]
-
-
-def start(cmd, **kw):
-    return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kw)
-
-
-def key(kv):
-    return {r["id"]: (tuple(r["tokens"]), r["fallback"]) for r in results(run(decode("--format", "json"), kv).stdout) if r["finish_reason"] != "error"}
 
 
 def listening(path):

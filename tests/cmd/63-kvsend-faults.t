@@ -14,25 +14,14 @@ import threading
 import time
 
 import tap
+from kvs import key, kvsend, made, start
 from pdset import msgpack
-from tap import B, TINY, decode, lines, ok, prefill, records, results, run
+from tap import B, decode, lines, ok, prefill, records, results, run
 
 tmp = tempfile.mkdtemp()
 random.seed(11)
-KV = run(prefill(), lines([{"id": i, "prompt": f"word {i} " * (i % 20 + 1), "max_tokens": 4, "seed": i} for i in range(60)])).stdout
+KV = made()
 open(f"{tmp}/a.kv", "wb").write(KV)
-
-
-def kvsend(*args):
-    return [f"{B}/bin/pd-kvsend", *args]
-
-
-def start(cmd, **kw):
-    return subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kw)
-
-
-def key(kv):
-    return {r["id"]: (tuple(r["tokens"]), r["fallback"]) for r in results(run(decode("--format", "json"), kv).stdout) if r["finish_reason"] != "error"}
 
 
 def peak(pid):
