@@ -479,15 +479,44 @@ static void plan_step(struct pd_batch *b)
     }
 }
 
-static void on_layer(void *ctx, int layer)
+static bool is_unwanted(const struct pd_seq *s) { return s->run->cb->unwanted && s->run->cb->unwanted(s->run->cb->ctx, s->run); }
+
+static bool anybody_wants(const struct pd_batch *b)
+{
+    const int64_t now = pd_mono_us();
+    struct pd_err why;
+    for (uint32_t i = 0; i < b->n_spans; i++)
+        if (!is_unwanted(b->span_seq[i]) && !is_late(b->span_seq[i], now, &why))
+            return true;
+    return false;
+}
+
+/* Between two layers. false: nobody wants the step. */
+static bool on_layer(void *ctx, int layer)
 {
     struct pd_batch *b = ctx;
+    if (!anybody_wants(b))
+        return false;
     for (uint32_t i = 0; i < b->n_spans; i++) {
         struct pd_run *r = b->span_seq[i]->run;
         uint32_t end = b->span[i].pos0 + b->span[i].n;
         if (r->prefill_only)
             r->cb->layer_done(r->cb->ctx, r, layer, end < r->n_prompt ? end : r->n_prompt);
     }
+    return true;
+}
+
+/* What is late ends before the next step. What is unwanted leaves the list: it holds its blocks until it is dropped, and is computed no further. */
+static int give_up_step(struct pd_batch *b)
+{
+    int rows = 0;
+    for (uint32_t i = 0; i < b->n_spans; i++) {
+        rows += (int)b->span[i].n;
+        if (is_unwanted(b->span_seq[i]))
+            list_remove(b, b->span_seq[i]);
+    }
+    b->n_spans = 0;
+    return rows;
 }
 
 static void sample_and_accept(struct pd_batch *b, struct pd_seq *s, float *logits)
@@ -566,14 +595,6 @@ static bool still_valid(struct pd_batch *b, struct pd_seq *s)
     return !s->foreign || !s->run->cb->valid || s->run->cb->valid(s->run->cb->ctx, s->run);
 }
 
-static bool any_to_give(const struct pd_batch *b)
-{
-    for (uint32_t i = 0; i < b->n_spans; i++)
-        if (b->span_seq[i]->run->prefill_only)
-            return true;
-    return false;
-}
-
 int pd_batch_step(struct pd_batch *b, struct pd_err *e)
 {
     float *logits;
@@ -582,7 +603,7 @@ int pd_batch_step(struct pd_batch *b, struct pd_err *e)
     plan_step(b);
     if (!b->n_spans)
         return 0;
-    int rc = pd_forward(b->fwd, b->span, b->n_spans, any_to_give(b) ? on_layer : NULL, b, &logits, e);
+    int rc = pd_forward(b->fwd, b->span, b->n_spans, on_layer, b, &logits, e);
     if (rc < 0) {
         struct pd_err why = *e;
         while (b->head)
@@ -591,6 +612,8 @@ int pd_batch_step(struct pd_batch *b, struct pd_err *e)
         return rc;
     }
     b->st.steps++;
+    if (rc == 1)
+        return give_up_step(b);
     for (uint32_t i = 0; i < b->n_spans; i++) {
         struct pd_seq *s = b->span_seq[i];
         rows += (int)b->span[i].n;

@@ -15,6 +15,7 @@
  *
  * Runs of several owners may share a batch: each brings the callbacks of its own. One that is prefilled alone keeps its blocks for others to read, and cannot be
  * preempted; so it begins only when all of them can be had at once, when its owner agrees (room), and while nobody older lacks blocks.
+ * A step can take seconds, of a large model; one whose runs nobody wants any more (unwanted), or whose time is over, all of them, is given up between two layers.
  * Invariant: when no run is left, every block taken here is back in the pool, or the index's.
  */
 #ifndef PD_ENGINE_BATCH_H
@@ -64,6 +65,9 @@ struct pd_batch_cb {
     /* Is what was read of the run's blocks in another process's memory still its KV? Asked after a step has read them, before any token of it counts. false: the
      * step is dropped, and the sequence computed again from its tokens. May be NULL. */
     bool (*valid)(void *ctx, struct pd_run *r);
+    /* Will the run be dropped (pd_run_drop) as soon as the step is over? Asked between its layers, of every span: a step of which nobody wants anything is given
+     * up, and its unwanted runs are not computed further. May be NULL. */
+    bool (*unwanted)(void *ctx, struct pd_run *r);
     /* May a prefill_only run, which is about to start, have its blocks now? They stay its own until nobody reads them any more. NULL: yes. */
     bool (*room)(void *ctx, struct pd_run *r);
 };
@@ -101,7 +105,7 @@ struct pd_job {
 /* Takes the run in; the first step may be any time later. Refused (PD_EFAIL with both numbers) when prompt and room for a token exceed the context, or (PD_ENOMEM) the whole pool. */
 int pd_batch_submit(struct pd_batch *b, const struct pd_job *j, struct pd_run **out, struct pd_err *e);
 bool pd_batch_busy(const struct pd_batch *b);
-/* Rows run; 0: nothing could run for want of blocks, so the caller waits for whoever holds some (an import, an export), or ends the oldest with an error
+/* Rows run, or given up; 0: nothing could run for want of blocks, so the caller waits for whoever holds some (an import, an export), or ends the oldest with an error
  * when nobody does. < 0: the engine's own failure (memory): every run has ended with it. */
 int pd_batch_step(struct pd_batch *b, struct pd_err *e);
 void pd_batch_fail_oldest(struct pd_batch *b);           /* with the pool's own reason; of those that decode, where some do */

@@ -322,10 +322,13 @@ static bool on_valid(void *ctx, struct pd_run *run)
     return d->kv_valid(d->kv_ctx, run->user);
 }
 
+static bool on_unwanted(void *ctx, struct pd_run *run) { return ((struct pd_decoder *)ctx)->unwanted(run->user); }
+
 int pd_dc_open(struct pd_decoder *d, struct pd_err *e)
 {
     struct pd_batch_opts bo = pd_batch_opts_of(d->rt);
-    d->cb = (struct pd_batch_cb){ .ctx = d, .token = on_token, .finished = on_finished, .started = on_started, .valid = d->kv_valid ? on_valid : NULL };
+    d->cb = (struct pd_batch_cb){ .ctx = d, .token = on_token, .finished = on_finished, .started = on_started, .valid = d->kv_valid ? on_valid : NULL,
+                                  .unwanted = d->unwanted ? on_unwanted : NULL };
     d->tail = &d->head;
     d->own_batch = !d->batch;
     return d->batch ? 0 : pd_batch_new(d->rt->model, d->rt->threads, d->rt->k, d->rt->pool, &bo, NULL, &d->batch, e);

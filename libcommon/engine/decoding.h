@@ -61,6 +61,7 @@ struct pd_decoder {
     struct pd_wstream *out;     /* or */
     const struct pd_dc_sink *sink;
     bool (*kv_valid)(void *ctx, struct pd_dc_run *r); void *kv_ctx;     /* of runs that read KV in place (batch.h), or NULL */
+    bool (*unwanted)(const struct pd_dc_run *r);        /* it ends before the next step (batch.h), or NULL */
     struct pd_trace *trace;
     struct pd_dc_run *head, **tail;
     uint32_t n_active;          /* submitted, not finished */

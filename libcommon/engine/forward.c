@@ -331,7 +331,7 @@ static void feed_forward(struct pd_fwd *f, const struct pd_layer_weights *w, int
 
 /* --- the pass ------------------------------------------------------------------------------------------------------------------------------------- */
 
-int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, void (*layer_done)(void *ctx, int layer), void *ctx, float **logits, struct pd_err *e)
+int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, bool (*layer_done)(void *ctx, int layer), void *ctx, float **logits, struct pd_err *e)
 {
     const struct pd_config *c = f->c;
     uint32_t rows = 0, n_logits = 0, end = 0;
@@ -364,8 +364,8 @@ int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, void (
                 rope_task(&rj, t, 0);
         else
             pd_threads_run(f->t, (R + rj.per - 1) / rj.per, rope_task, &rj);
-        if (layer_done)
-            layer_done(ctx, l);
+        if (layer_done && !layer_done(ctx, l))
+            return 1;
         attention(f, spans, l, n_attn);
         prep(f, &w->o, f->att, (size_t)f->q_dim, NULL, R, f->act);
         gemm(f, &w->o, f->act, R, f->x, (size_t)c->n_embd, 1);

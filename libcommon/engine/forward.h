@@ -22,6 +22,6 @@ int pd_fwd_new(const struct pd_model *m, struct pd_threads *t, const struct pd_k
                struct pd_fwd **out, struct pd_err *e);
 void pd_fwd_free(struct pd_fwd *f);
 /* Runs the spans. *logits: [rows that want them, in order][n_vocab], the fwd's memory. layer_done (may be NULL) is called from this thread as soon as a layer's
- * K and V of these spans are in the blocks. */
-int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, void (*layer_done)(void *ctx, int layer), void *ctx, float **logits, struct pd_err *e);
+ * K and V of these spans are in the blocks; false from it: the pass is given up there, and 1 returned. */
+int pd_forward(struct pd_fwd *f, struct pd_span *spans, uint32_t n_spans, bool (*layer_done)(void *ctx, int layer), void *ctx, float **logits, struct pd_err *e);
 #endif

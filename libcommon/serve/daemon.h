@@ -17,7 +17,7 @@
  *     pd_conn_unhold when one ends.
  *   - Records that come while pd_conn_full(c) stay with their run and go on at `room`. So a slow client costs its own runs' records and a queue of bounded
  *     size, and stops nobody else. A run counts as in hand until all of it was put.
- *   - Cancel: `gone` of a client, the `cancel` hook: a flag in the run (atomic) and a word in the inbox; the thread drops the run between two steps and hands
+ *   - Cancel: `gone` of a client, the `cancel` hook: a flag in the run (atomic) and a word in the inbox; the thread drops the run between two steps (a step of such runs alone is given up between two layers) and hands
  *     over its end, which is what lets the loop free it: no run is freed before its thread has said that it is over.
  *   - Drain: `busy` is "runs in hand > 0", pd_daemon_poke when one ends. At the end: stop in the inbox, join the thread, then free.
  *   - Load for heartbeats and metrics: the thread sets gauges (atomic); the loop reads them.

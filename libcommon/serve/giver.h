@@ -12,8 +12,8 @@
  * worker that died had not read stays leased, so that the same run can go to another: the same run and op with another d moves it there without a second
  * prefill. When new runs find no blocks such leases are revoked first; else they wait.
  * A run in hand that comes again with its op is joined: who asked last gets the answer.
- * Cancel, by a `cancel` record on the run's own connection or with its token, or because the client is gone: the run leaves the batch before its next step, its
- * lease is revoked, and the decode worker is told.
+ * Cancel, by a `cancel` record on the run's own connection or with its token, or because the client is gone: the run leaves the batch before its next step (one
+ * that is its alone is given up between two layers), its lease is revoked, and the decode worker is told.
  * Drain: no new runs; those in hand are prefilled and given, and all leases end.
  */
 #ifndef PD_SERVE_GIVER_H

@@ -122,6 +122,12 @@ static void on_layer(void *ctx, struct pd_run *run, int layer, uint32_t n)
     }
 }
 
+static bool unwanted(void *ctx, struct pd_run *run)
+{
+    (void)ctx;
+    return atomic_load(&((struct pd_gv_run *)run->user)->s.d.cancelled);
+}
+
 static bool on_token(void *ctx, struct pd_seq *s, uint32_t pos, const struct pd_sampled *t)
 {
     struct pd_gv_run *r = s->run->user;
@@ -152,5 +158,6 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
 
 void pd_gv_callbacks(struct pd_giver *g)
 {
-    g->cb = (struct pd_batch_cb){ .ctx = g, .layer_done = on_layer, .token = on_token, .finished = on_finished, .started = on_started, .room = has_room };
+    g->cb = (struct pd_batch_cb){ .ctx = g, .layer_done = on_layer, .token = on_token, .finished = on_finished, .started = on_started, .room = has_room,
+                                  .unwanted = unwanted };
 }

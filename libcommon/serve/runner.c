@@ -107,6 +107,12 @@ static bool kv_valid(void *ctx, struct pd_dc_run *dr)
     return false;
 }
 
+static bool unwanted(const struct pd_dc_run *dr)
+{
+    const struct run *r = dr->user;
+    return r && atomic_load(&r->s.d.cancelled);
+}
+
 static void end_cancelled(struct pd_runner *k, struct run *r)
 {
     struct pd_err why;
@@ -503,7 +509,7 @@ int pd_runner_new(struct pd_worker *w, struct pd_runner **out, struct pd_err *e)
     k->sink = (struct pd_dc_sink){ k, on_put, on_over };
     k->dco = (struct pd_decode_opts){ .seed = w->o.seed, .keep_going = true, .stream = w->o.stream };
     k->dc = (struct pd_decoder){ .rt = w->rt, .o = &k->dco, .batch = w->batch, .sink = &k->sink, .trace = w->o.trace, .t0 = pd_mono_us(),
-                                 .kv_valid = w->o.in_place ? kv_valid : NULL };
+                                 .kv_valid = w->o.in_place ? kv_valid : NULL, .unwanted = unwanted };
     const struct pd_taker_ops to = { .ctx = k, .known = is_known, .started = on_transfer, .taken = on_taken, .failed = on_failed, .reserve = reserve };
     const struct pd_taker_opts xo = { .rt = w->rt, .via = w->o.via, .max_record = w->max_record, .in_place = w->o.in_place };
     int rc = pd_dc_open(&k->dc, e);

@@ -22,7 +22,7 @@
  * the first ones are 0: who resumes has them.
  *
  * A client gets `token` records when the request says stream: true, or it says nothing and `stream` is set, and one `result` a choice. A client that is gone, a
- * `cancel` on the run's own connection, or one with its cancel_token ends the run between two steps of the batch, and its transfer: its blocks are free then.
+ * `cancel` on the run's own connection, or one with its cancel_token ends the run between two steps of the batch (in a step that is its alone, between two layers), and its transfer: its blocks are free then.
  * A run ends by completed, failed or cancelled in the trace.
  */
 #ifndef PD_SERVE_RUNNER_H

@@ -194,6 +194,19 @@ static void on_finished(void *ctx, struct pd_seq *s, const char *reason, const s
 static void on_started(void *ctx, struct pd_run *r) { (void)ctx; ((struct out *)r->user)->nth_start = ++n_started; }
 static void on_layer(void *ctx, struct pd_run *r, int layer, uint32_t n) { (void)ctx; (void)r; (void)layer; (void)n; }
 
+/* Of the tests of steps that are given up: who is not wanted any more from a run's first layer on, and how long that layer takes. */
+static const struct out *disliked;
+static uint32_t n_layers_seen;
+static useconds_t layer_us;
+static void on_seen_layer(void *ctx, struct pd_run *r, int layer, uint32_t n)
+{
+    on_layer(ctx, r, layer, n);
+    n_layers_seen++;
+    disliked = r->user;
+    usleep(layer_us);
+}
+static bool is_disliked(void *ctx, struct pd_run *r) { (void)ctx; return r->user == disliked; }
+
 static int64_t priority_us;
 static struct pd_batch *new_batch(struct pd_runtime *rt, uint32_t chunk, uint32_t max_seqs)
 {
@@ -302,6 +315,69 @@ static void test_batch(void **state)
             assert_int_equal(pd_pool_stats(rt.pool).used, 0);
             pd_runtime_close(&rt);
         }
+}
+
+/* A step that nobody wants any more ends in the middle; one that somebody wants does not, and its bits are what they were. */
+static void test_given_up(void **state)
+{
+    (void)state;
+    static const struct pd_batch_cb cb = { .layer_done = on_seen_layer, .token = on_token, .finished = on_finished, .started = on_started, .unwanted = is_disliked };
+    struct out ref[RUNS], giving = { 0 }, other = { 0 };
+    struct pd_err e;
+    struct pd_run *run, *late;
+    struct pd_runtime rt = open_model("llama-q4_1", 2, NULL, NULL, 0, 0);
+    const uint32_t layers = (uint32_t)rt.model->cfg.n_layers;
+    int32_t prompt[40];
+    assert_true(layers > 1);
+    make_prompts(&rt);
+    reference(&rt, ref);
+    fill_tokens(prompt, 40, rt.model->cfg.n_vocab, 9);
+    struct pd_batch *b = new_batch(&rt, 64, 8);
+    struct pd_request plain = sampling(0), r = sampling(1), soon = sampling(0);
+    const struct pd_job gives = { .req = &plain, .prompt = prompt, .n_prompt = 40, .user = &giving, .cb = &cb, .prefill_only = true };
+    soon.has |= PD_RQ_DEADLINE;
+    soon.deadline_ms = 2000;
+
+    must(pd_batch_submit(b, &gives, &run, &e), &e);             /* alone */
+    assert_int_equal(pd_batch_step(b, &e), 40);
+    assert_int_equal(n_layers_seen, 1);
+    assert_false(pd_batch_busy(b));
+    assert_int_equal(giving.n[0], 0);
+    assert_true(pd_pool_stats(rt.pool).used > 0);
+    pd_run_drop(b, run);
+    assert_int_equal(pd_pool_stats(rt.pool).used, 0);
+
+    disliked = NULL;            /* beside one that is wanted */
+    n_layers_seen = 0;
+    const struct pd_job wanted = { .req = &r, .prompt = prompts[1], .n_prompt = prompt_n[1], .user = &other, .cb = &cb };
+    must(pd_batch_submit(b, &gives, &run, &e), &e);
+    must(pd_batch_submit(b, &wanted, &late, &e), &e);
+    must(pd_batch_step(b, &e), &e);
+    assert_int_equal(n_layers_seen, layers);
+    assert_int_equal(giving.n[0], 1);           /* to its end, which drops it */
+    drain(b);
+    assert_same(&ref[1], &other, 1, "beside one that was given up");
+
+    disliked = NULL;            /* beside one whose time ends meanwhile */
+    n_layers_seen = 0;
+    layer_us = 2100000;
+    memset(&giving, 0, sizeof giving);
+    memset(&other, 0, sizeof other);
+    const struct pd_job ends = { .req = &soon, .prompt = prompts[1], .n_prompt = prompt_n[1], .user = &other, .cb = &cb };
+    must(pd_batch_submit(b, &gives, &run, &e), &e);
+    must(pd_batch_submit(b, &ends, &late, &e), &e);
+    assert_true(pd_batch_step(b, &e) > 0);
+    layer_us = 0;
+    assert_int_equal(n_layers_seen, 1);
+    assert_true(pd_batch_busy(b));
+    must(pd_batch_step(b, &e), &e);
+    assert_string_equal(other.reason[0], "error");
+    assert_non_null(strstr(other.why, "the deadline of 2000 ms has passed"));
+    assert_false(pd_batch_busy(b));
+    pd_run_drop(b, run);
+    pd_batch_free(b);
+    assert_int_equal(pd_pool_stats(rt.pool).used, 0);
+    pd_runtime_close(&rt);
 }
 
 /* Prefill in one pool, chunks through the hand-over, decode from another pool. */
@@ -785,7 +861,7 @@ static void test_limits(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_golden), cmocka_unit_test(test_same_bits), cmocka_unit_test(test_batch),
+        cmocka_unit_test(test_golden), cmocka_unit_test(test_same_bits), cmocka_unit_test(test_batch), cmocka_unit_test(test_given_up),
         cmocka_unit_test(test_priority), cmocka_unit_test(test_timeouts), cmocka_unit_test(test_cache), cmocka_unit_test(test_cache_divides), cmocka_unit_test(test_import), cmocka_unit_test(test_resume), cmocka_unit_test(test_resume_real), cmocka_unit_test(test_limits), cmocka_unit_test(test_failed_choices),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
