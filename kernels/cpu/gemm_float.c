@@ -11,11 +11,11 @@
 #endif
 
 #if defined(PD_ISA_AVX512)
-enum { R_MAX = 8, NV = 2 };
+enum { R_MAX = 8 };
 #elif defined(PD_ISA_AVX2)
-enum { R_MAX = 4, NV = 1 };
+enum { R_MAX = 4 };
 #else
-enum { R_MAX = 1, NV = 1 };
+enum { R_MAX = 1 };
 #endif
 enum { WIDEN_FROM = 4 };        /* rows from which a group of halves is widened once */
 enum kind { F32, F16, BF16, DPBF16 /* the instruction */ };
@@ -58,14 +58,15 @@ INL void ask(const uint8_t *p, int bytes)
  * group, while the first rows pass through this one), or 0. */
 TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in, const uint8_t *x, size_t stride, size_t ahead, float *acc_out)
 {
+    const int NV = SIDE_BY_SIDE(R);
     for (int v0 = 0; v0 < 2; v0 += NV) {
-        vf acc[R_MAX][NV];
+        vf acc[R_MAX][2];
         for (int r = 0; r < R; r++)
             for (int v = 0; v < NV; v++)
                 acc[r][v] = vf_set1(0);
         if (kind == BF16 || kind == DPBF16) {
             for (int k = 0; k < n_in; k += 2) {
-                vb w[NV];
+                vb w[2];
                 if (ahead && !v0)
                     ask(p + ahead + (size_t)k * 64, 128);
                 for (int v = 0; v < NV; v++)
@@ -78,7 +79,7 @@ TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in
                     continue;
                 }
 #endif
-                vf w1[NV], w0[NV];
+                vf w1[2], w0[2];
                 for (int v = 0; v < NV; v++) {
                     w1[v] = odd(w[v]);
                     w0[v] = even(w[v]);
@@ -92,7 +93,7 @@ TILE_INL void tile(const int R, const enum kind kind, const uint8_t *p, int n_in
             }
         } else {
             for (int k = 0; k < n_in; k++) {
-                vf w[NV];
+                vf w[2];
                 if (ahead && !v0)
                     ask(p + ahead + (size_t)k * (kind == F32 ? 128 : 64), kind == F32 ? 128 : 64);
                 for (int v = 0; v < NV; v++)

@@ -2,17 +2,17 @@
  *
  * One output: acc = 0; for each sub-block of k in order: i = sum u*q - off*sum q (exact), acc = fma((float)i, xscale*wscale, acc), and with
  * mins acc = fma(min, xscale * (float)sum q, acc). Outputs sit in lanes, so neither the number of rows nor the tile matters.
- * A tile is R rows x 16*NV outputs held in registers; its sums of four-bit weights come from the packed form. The scalar build, where picking nibbles
+ * A tile is R rows x 16 * SIDE_BY_SIDE(R) outputs held in registers; its sums of four-bit weights come from the packed form. The scalar build, where picking nibbles
  * costs as much as the product, widens a group to the 8-bit form once for WIDEN_FROM rows and more.
  */
 #include "kern.h"
 
 #if defined(PD_ISA_AVX512)
-enum { R_MAX = 6, NV = 2, WIDEN_FROM = 1 << 30 };
+enum { R_MAX = 6, WIDEN_FROM = 1 << 30 };
 #elif defined(PD_ISA_AVX2)
-enum { R_MAX = 4, NV = 1, WIDEN_FROM = 1 << 30 };
+enum { R_MAX = 4, WIDEN_FROM = 1 << 30 };
 #else
-enum { R_MAX = 1, NV = 1, WIDEN_FROM = 2 };
+enum { R_MAX = 1, WIDEN_FROM = 2 };
 #endif
 
 enum { ASKERS = 4 };
@@ -28,9 +28,10 @@ INL vf scales(const uint8_t *p, int f32, int v)
     return f32 ? vf_load((const float *)p + 16 * v) : vf_half((const uint16_t *)p + 16 * v);
 }
 
-/* R rows of activations `stride` apart, the NV vectors of outputs from `v0`. sub: 32 or 16 k a scale. */
-TILE_INL void tile(const int R, const int sub, const int u4, struct group g, const uint8_t *x, size_t stride, int v0, vf acc[][NV])
+/* R rows of activations `stride` apart, the SIDE_BY_SIDE(R) vectors of outputs from `v0`. sub: 32 or 16 k a scale. */
+TILE_INL void tile(const int R, const int sub, const int u4, struct group g, const uint8_t *x, size_t stride, int v0, vf acc[][2])
 {
+    const int NV = SIDE_BY_SIDE(R);
     const int planes = u4 ? sub / 8 : sub / 4;
     const uint8_t *p = g.p;
     for (int r = 0; r < R; r++)
@@ -42,7 +43,7 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
         for (int o = g.ask; g.ask_step && o < planes * 128 + g.scale_bytes; o += g.ask_step)
             __builtin_prefetch(p + g.ahead + o, 0, 2);
         int lo = sub == 32 || !half ? -g.off : 0, hi = sub == 32 || half ? -g.off : 0;
-        vs i[R_MAX][NV];
+        vs i[R_MAX][2];
         int16_t wide[R_MAX][32];
         for (int r = 0; r < R; r++) {
             const struct act *a = (const void *)(xb + r * stride);
@@ -53,11 +54,11 @@ TILE_INL void tile(const int R, const int sub, const int u4, struct group g, con
         }
 #pragma GCC unroll 8
         for (int q = 0; q < planes; q++) {
-            vb w[NV];
+            vb w[2];
             for (int v = 0; v < NV; v++)
                 w[v] = vb_load(p + q * 128 + (v0 + v) * 64);
             for (int n = 0; n <= u4; n++) {
-                vb d[NV];
+                vb d[2];
                 for (int v = 0; v < NV; v++)
                     d[v] = !u4 ? w[v] : n ? vb_hi4(w[v]) : vb_lo4(w[v]);
                 for (int r = 0; r < R; r++) {
@@ -103,8 +104,9 @@ TILE_INL void rows_tile(const int R, const int sub, const int u4, struct group g
         __builtin_prefetch(y + r * ldy, 1);
         __builtin_prefetch(y + r * ldy + 16, 1);
     }
+    const int NV = SIDE_BY_SIDE(R);
     for (int v0 = 0; v0 < 2; v0 += NV) {
-        vf acc[R_MAX][NV];
+        vf acc[R_MAX][2];
         tile(R, sub, u4, g, x, stride, v0, acc);
         for (int r = 0; r < R; r++)
             for (int v = 0; v < NV; v++)

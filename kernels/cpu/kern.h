@@ -14,6 +14,15 @@ struct act {
 };
 _Static_assert(sizeof(struct act) == 48, "an activation record is 48 bytes");
 
+/* Vectors of 16 outputs that a product's tile of R rows has side by side: both halves of a group where the registers hold them, so that its weights pass once. */
+#if defined(PD_ISA_AVX512)
+#define SIDE_BY_SIDE(R) 2
+#elif defined(PD_ISA_AVX2)
+#define SIDE_BY_SIDE(R) ((R) == 1 ? 2 : 1)
+#else
+#define SIDE_BY_SIDE(R) 1
+#endif
+
 /* gemm by family of pack; the same arguments as pd_kernels.gemm */
 void K(gemm_int)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch);
 void K(gemm_float)(const struct pd_pmat *w, const void *x, int m, float *y, size_t ldy, int add, int g0, int g1, void *scratch);
