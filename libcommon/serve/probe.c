@@ -28,6 +28,7 @@ struct probe {
     struct pd_move *m;
     int64_t verified_us;
     struct pd_err failed;               /* of the move */
+    struct pd_err none[PD_TRANSPORTS];  /* by its number: it did not carry a single KV, and why */
 };
 
 /* ---- what is sent ---- */
@@ -188,14 +189,24 @@ static int transfer(struct probe *p, const char *scheme, uint64_t bytes, int64_t
     int64_t from = pd_mono_us(), end = from + PATIENCE_US;
     p->failed.code = 0;
     rc = pd_give(p->c.x, &g, from, &p->m, e);
-    rc = rc ? rc : pd_give_finish(p->m, &d, e);
+    if (rc == PD_EINCOMPAT) {   /* it cannot carry it */
+        p->failed = *e;
+        p->m = NULL;
+        rc = 0;
+    } else
+        rc = rc ? rc : pd_give_finish(p->m, &d, e);
     while (!rc && p->m && !over) {
         rc = step(p, 1000, e);
         over = pd_mono_us() > end;
     }
     pd_leases_sweep(p->leases, pd_mono_us());
+    over &= p->m != NULL;
+    if (!rc && over)            /* another way may be good */
+        pd_move_cancel(p->m, "too slow", pd_mono_us());
+    while (!rc && p->m)
+        rc = step(p, 1000, e);
     if (!rc && over)
-        rc = pd_fail(e, PD_ETIME, "%s: %llu bytes by %s were not verified within %d s", p->o->at, (unsigned long long)bytes, scheme, PATIENCE_US / 1000000);
+        pd_fail(&p->failed, PD_ETIME, "%s: %llu bytes by %s were not verified within %d s", p->o->at, (unsigned long long)bytes, scheme, PATIENCE_US / 1000000);
     if (!rc && p->failed.code) {
         *e = p->failed;
         pd_lease_revoke(p->leases, g.lease, "failed", pd_mono_us(), NULL);
@@ -317,28 +328,41 @@ static bool listed(const struct pd_hello *h, const char *scheme)
     return false;
 }
 
+/* It has one that can be used, or one that cannot: not where there is none, and that is all. Of who does not list rdma it is not known. */
+static bool has_device(const struct pd_hello *h) { return !h->has_rdma || h->rdma.qp || !pd_str_eq(h->rdma.why, PD_RDMA_NONE); }
+
+/* Why that one carried nothing, or NULL. */
+static const char *why_not(const struct probe *p, const char *scheme)
+{
+    const char *why = pd_xfer_unused(p->c.x, scheme);
+    if (!why && !strcmp(scheme, "shm") && p->c.raw_dead)
+        why = p->c.raw_why;
+    const struct pd_err *e = &p->none[pd_transport_number(scheme)];
+    return why ? why : e->code ? e->msg : NULL;
+}
+
+/* Afterwards: what carried KV, and what is faster, and did not although it should have. */
 static void find_slow(struct probe *p)
 {
     struct pd_probe *o = p->out;
     const struct pd_hello *mine = pd_xfer_own(p->c.x), *theirs = pd_xfer_peer(p->c.x);
-    const char *first = p->c.raw_dead && !strcmp(pd_xfer_scheme(p->c.x, 0), "shm") ? pd_xfer_scheme(p->c.x, 1) : pd_xfer_scheme(p->c.x, 0);
-    bool rdma = mine->has_rdma && mine->rdma.qp && (!theirs->has_rdma || theirs->rdma.qp);
-    const struct { const char *scheme; bool should; } all[] = { { "shm", o->one_host && p->c.unix_socket }, { "rdma", rdma && !o->one_host }, { "tcp", !p->c.unix_socket } };
-    for (size_t i = 0; i < sizeof all / sizeof *all && first; i++) {
-        if (!strcmp(all[i].scheme, first))
+    const char *first, *why;
+    uint32_t k = 0;
+    while ((first = pd_xfer_scheme(p->c.x, k)) && why_not(p, first))
+        k++;
+    const struct { const char *scheme; bool should; } all[] = { { "shm", o->one_host && p->c.unix_socket },
+        { "rdma", mine->has_rdma && has_device(mine) && has_device(theirs) }, { "tcp", !p->c.unix_socket } };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const char *s = all[i].scheme;
+        if (first && !strcmp(s, first))
             return;
-        if (!all[i].should || !listed(mine, all[i].scheme))
+        if (!all[i].should || !listed(mine, s))
             continue;
-        char key[16];
-        snprintf(key, sizeof key, "%s: ", all[i].scheme);
-        const char *why = strstr(o->via, key);
-        size_t n = why ? strcspn(why + strlen(key), ";)") : 0;
-        if (!listed(theirs, all[i].scheme))
-            pd_fail(&o->slow, PD_EFAIL, "%s: %s should have been used and was not: the other end does not allow it (its --via)", p->o->at, all[i].scheme);
-        else if (p->c.raw_dead && !strcmp(all[i].scheme, "shm"))
-            pd_fail(&o->slow, PD_EFAIL, "%s: shm should have been used and was not: descriptors cannot pass (-v tells why)", p->o->at);
-        else
-            pd_fail(&o->slow, PD_EFAIL, "%s: %s should have been used and was not: %.*s", p->o->at, all[i].scheme, why ? (int)n : 15, why ? why + strlen(key) : "nobody says why");
+        why = listed(theirs, s) ? why_not(p, s) : "the other end does not allow it (its --via)";
+        size_t own = strlen(s);
+        if (why && !strncmp(why, s, own) && !strncmp(why + own, ": ", 2))
+            why += own + 2;
+        pd_fail(&o->slow, PD_EFAIL, "%s: %s should have been used and was not: %s", p->o->at, s, why ? why : "the other end prefers another way (its --via)");
         return;
     }
 }
@@ -366,7 +390,6 @@ int pd_probe_run(const struct pd_probe_opts *opts, struct pd_probe *out, struct 
     snprintf(out->at, sizeof out->at, "%s", opts->at);
     snprintf(out->via, sizeof out->via, "%s", pd_xfer_via(p.c.x));
     out->one_host = mine->has_boot && theirs->has_boot && !memcmp(mine->boot, theirs->boot, sizeof mine->boot);
-    find_slow(&p);
     for (uint32_t i = 0; !rc && i < PINGS; i++) {
         us[i] = pd_mono_us();
         rc = ping(&p, e);
@@ -378,9 +401,9 @@ int pd_probe_run(const struct pd_probe_opts *opts, struct pd_probe *out, struct 
     }
     const char *scheme;
     for (uint32_t k = 0; !rc && (scheme = pd_xfer_scheme(p.c.x, k)); k++)
-        for (size_t i = 0; !rc && i < sizeof sizes / sizeof *sizes && sizes[i] <= max && !(p.c.raw_dead && !strcmp(scheme, "shm")); i++)
+        for (size_t i = 0; !rc && i < sizeof sizes / sizeof *sizes && sizes[i] <= max && !why_not(&p, scheme); i++)
             if ((rc = measure(&p, scheme, sizes[i], room, e)) == 1) {
-                out->cut = *e;
+                *(i ? &out->cut : &p.none[pd_transport_number(scheme)]) = *e;
                 rc = 0;
                 break;
             }
@@ -389,6 +412,15 @@ int pd_probe_run(const struct pd_probe_opts *opts, struct pd_probe *out, struct 
         rc = 0;
     }
     pd_progress_end();
+    for (uint32_t k = 0; !rc && k < PD_TRANSPORTS && !out->none.code; k++)
+        if (p.none[k].code)
+            pd_fail(&out->none, p.none[k].code, "%s: %s", pd_transports[k]->scheme, p.none[k].msg);
+    if (!rc && !out->n_rows && out->none.code) {
+        *e = out->none;
+        rc = e->code;
+    }
+    if (!rc)
+        find_slow(&p);
 out:
     pd_free(room);
     pd_chan_close(&p.c);
@@ -417,6 +449,8 @@ int pd_probe_text(const struct pd_probe *p, struct pd_buf *b, struct pd_err *e)
                            mib ? "MiB" : "KiB", r->n, (long long)r->cold_us, (long long)r->p50_us,
                            (long long)r->p99_us, r->bytes_s / 1e9, r->ceiling_bytes_s / 1e9, 100 * r->bytes_s / r->ceiling_bytes_s);
     }
+    if (!rc && p->none.code)
+        rc = pd_buf_printf(b, e, "one carried nothing: %s\n", p->none.msg);
     if (!rc && p->cut.code)
         rc = pd_buf_printf(b, e, "larger ones were left out: %s\n", p->cut.msg);
     return rc;

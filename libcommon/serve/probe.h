@@ -25,6 +25,7 @@ struct pd_probe {
     struct pd_probe_row row[PD_PROBE_ROWS]; uint32_t n_rows;
     struct pd_err slow;                 /* a faster way that should have been used and was not, and why; code 0: none */
     struct pd_err cut;                  /* sizes were left out, and why */
+    struct pd_err none;                 /* a way that was agreed on carried nothing, and why */
 };
 int pd_probe_run(const struct pd_probe_opts *o, struct pd_probe *out, struct pd_err *e);
 int pd_probe_text(const struct pd_probe *p, struct pd_buf *b, struct pd_err *e);

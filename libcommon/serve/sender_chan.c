@@ -139,6 +139,7 @@ static void raw_over(struct pd_chan *c, const char *why)
         close(c->raw);
     c->raw = -1;
     c->raw_dead = true;
+    snprintf(c->raw_why, sizeof c->raw_why, "%.199s", why);
 }
 
 static int dial(struct pd_chan *c, struct pd_err *e)

@@ -25,6 +25,7 @@ struct pd_chan {
     char path[108];                     /* of a Unix socket that we dialled, else "" */
     int raw;                            /* descriptors; -1: none */
     bool raw_dead, raw_ready, raw_waits;
+    char raw_why[200];                  /* dead: why */
     int64_t raw_again, raw_until;
     bool blocked;                       /* a write would block */
     int64_t heard, pinged;              /* when something came; when we asked for a sign of life */

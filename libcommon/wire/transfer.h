@@ -6,7 +6,9 @@
 
 #define PD_XFER_VERSION 1
 
-/* Where a queue pair of RDMA is reached: the map `rdma` of a hello. qp 0: there is none, and `why` says why. */
+/* Where a queue pair of RDMA is reached: the map `rdma` of a hello. qp 0: there is none, and `why` says why: in these words where there is no device at all, so
+ * that nothing is amiss. */
+#define PD_RDMA_NONE "rdma: there is no RDMA device here"
 struct pd_rdma_at { uint8_t gid[16]; uint32_t lid, qp, psn, mtu /* bytes */; struct pd_str why; };
 
 /* `hello`: the first record of both ends. With `attach` it carries nothing else: this socket brings descriptors to the connection of that name.

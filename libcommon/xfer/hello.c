@@ -123,6 +123,7 @@ static int choose_via(struct pd_xfer *x)
         else if (!t->usable(&x->mine, &x->theirs, &x->o, &e) && t->open && t->open(&x->o, &x->theirs, &path, &e) == PD_ENOMEM)
             return pd_x_fatal(x, PD_ENOMEM, "%s", e.msg);
         if (e.code) {
+            x->unused[pd_transport_number(t->scheme)] = e;
             snprintf(why_not + strlen(why_not), sizeof why_not - strlen(why_not), "%s%.120s", *why_not ? "; " : "", e.msg);
             continue;
         }
@@ -139,6 +140,15 @@ static int choose_via(struct pd_xfer *x)
     if (*why_not)
         pd_x_tell_via(x, '(', why_not);
     return 0;
+}
+
+const char *pd_xfer_unused(const struct pd_xfer *x, const char *scheme)
+{
+    for (uint32_t i = 0; i < x->n_via; i++)
+        if (!strcmp(x->via[i]->scheme, scheme) && x->dead[i].code)
+            return x->dead[i].msg;
+    int n = pd_transport_number(scheme);
+    return n >= 0 && x->unused[n].code ? x->unused[n].msg : NULL;
 }
 
 /* Several of them are one to whoever waits. */

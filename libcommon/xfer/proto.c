@@ -595,8 +595,10 @@ static bool settled(struct pd_xfer *x)
         snprintf(text, sizeof text, "%s: no stream of data stood within %lld ms", x->via[0]->scheme, (long long)(x->o.hello_us / 1000));
     else if (up < 0)
         snprintf(text, sizeof text, "%s: no stream of data stands: %s", x->via[0]->scheme, why);
-    if (up <= 0)
+    if (up <= 0) {
+        pd_fail(&x->unused[pd_transport_number(x->via[0]->scheme)], PD_ETIME, "%s", text);
         pd_x_tell_via(x, '(', text);
+    }
     return true;
 }
 

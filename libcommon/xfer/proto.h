@@ -94,6 +94,7 @@ bool pd_hello_can(const struct pd_hello *h, const char *cap);
 /* A whole record of another kind, between what the protocol says: of ends that both know it. */
 int pd_xfer_say(struct pd_xfer *x, const void *rec, size_t n, struct pd_err *e);
 const char *pd_xfer_scheme(const struct pd_xfer *x, uint32_t i);        /* the i-th best of those in use; NULL: no more */
+const char *pd_xfer_unused(const struct pd_xfer *x, const char *scheme);        /* after READY: why it carries nothing, though this end allows it; NULL: it does, as far as is known */
 const struct pd_hello *pd_xfer_own(const struct pd_xfer *x);    /* what this end said */
 struct pd_xfer_counts { uint64_t late, bytes_out, bytes_in; uint32_t moves; };
 struct pd_xfer_counts pd_xfer_counts(const struct pd_xfer *x);

@@ -75,6 +75,7 @@ struct pd_xfer {
     void *path[4];
     void *greeted[4];                   /* by the order of mine.via: made before hello, not in use (yet) */
     struct pd_err dead[4];              /* its path failed: why */
+    struct pd_err unused[PD_TRANSPORTS];        /* by number: allowed here, and not in use: why */
     uint32_t n_via;
     bool streams;                       /* one of them is tcp */
     struct { int fd; struct pd_tls *tls; } early[PD_XFER_STREAMS_MAX]; uint32_t n_early;    /* streams that came before the peer's hello */

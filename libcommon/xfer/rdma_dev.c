@@ -136,7 +136,7 @@ static int device_get(struct pd_rdma_dev **out, struct pd_err *e)      /* locked
         }
     struct ibv_device **all = ibv_get_device_list(&n);
     if (!all || !n)
-        rc = pd_fail(e, PD_EINCOMPAT, "rdma: there is no RDMA device here");
+        rc = pd_fail(e, PD_EINCOMPAT, PD_RDMA_NONE);
     for (int i = 0; all && i < n; i++) {
         if (*want && strcmp(want, ibv_get_device_name(all[i])))
             continue;
