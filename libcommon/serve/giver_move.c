@@ -34,6 +34,8 @@ void pd_gv_try(struct pd_giver *g, struct pd_gv_run *r)
     memcpy(give.lease, r->lease, sizeof give.lease);
     if (!r->n_lost) {
         r->t_offer = pd_mono_us();
+        r->had = r->plan.bytes;
+        r->sent = r->wire = 0;
         pd_gv_step(g, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL, r->lease);
     }
     int rc = pd_give(pd_link_xfer(r->peer->link), &give, pd_mono_us(), &r->move, &e);
@@ -72,6 +74,8 @@ static void move_over(struct pd_giver *g, struct pd_gv_run *r, struct pd_link *k
     else if (goes_on) {         /* it is connected to anew, and what it has not got, or reads, is offered again */
         r->n_lost++;
         r->away = r->settled;
+        r->sent += ev->bytes;
+        r->wire += pd_give_wire(ev->move);
     } else if (lost) {
         pd_err_prefix(&why, "its KV did not reach the decode worker");
         pd_gv_not_given(g, r, &why, "retry");
@@ -216,17 +220,17 @@ static void for_all_of(struct pd_gv_peer *p, void (*fn)(struct pd_giver *, struc
 static void given(struct pd_giver *g, const struct pd_gv_run *r, const struct pd_xfer_event *ev)
 {
     int64_t now = pd_mono_us(), final = atomic_load(&r->t_final), from = final > r->t_offer ? final : r->t_offer;
-    uint64_t skipped = r->plan.bytes > ev->bytes ? r->plan.bytes - ev->bytes : 0;
+    uint64_t sent = r->sent + ev->bytes, came = r->plan.bytes - r->had;
     const struct pd_step s = { .run = r->s.d.name, .where = "remote", .gen = r->desc.gen, .op = r->s.d.route.op, .lease = r->lease };
     const struct pd_figure f[] = {
-        { "offered_bytes", (int64_t)r->plan.bytes }, { "skipped_bytes", (int64_t)skipped }, { "sent_bytes", (int64_t)ev->bytes },
-        { "wire_bytes", (int64_t)pd_give_wire(ev->move) }, { "complete_us", now - r->t_offer }, { "exposed_us", now - from }, { "retries", r->n_lost }, { "whole", 1 } };
+        { "offered_bytes", (int64_t)r->plan.bytes }, { "skipped_bytes", (int64_t)r->had }, { "sent_bytes", (int64_t)sent },
+        { "wire_bytes", (int64_t)(r->wire + pd_give_wire(ev->move)) }, { "complete_us", now - r->t_offer }, { "exposed_us", now - from }, { "retries", r->n_lost }, { "whole", 1 } };
     const char *scheme = pd_move_scheme(ev->move);
     pd_metric_add(g->m_given[pd_transport_number(scheme)], 1);
-    pd_metric_add(g->m_given_bytes, (int64_t)ev->bytes);
-    pd_metric_add(g->m_skipped, (int64_t)skipped);
+    pd_metric_add(g->m_given_bytes, (int64_t)came);
+    pd_metric_add(g->m_skipped, (int64_t)r->had);
     pd_metric_observe(g->m_exposed, now - from);
-    pd_trace_figures(g->w->o.trace, &s, PD_ST_KV_MOVED, ev->bytes, scheme, f, sizeof f / sizeof *f);
+    pd_trace_figures(g->w->o.trace, &s, PD_ST_KV_MOVED, sent, scheme, f, sizeof f / sizeof *f);
 }
 
 void pd_gv_on_link(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
@@ -247,6 +251,8 @@ void pd_gv_on_link(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
         break;
     case PD_XE_ACCEPTED:
         r->in_place = pd_give_in_place(ev->move, &r->reader, &r->reader_start);
+        if (r->plan.bytes - ev->bytes < r->had)         /* after a lost connection it has what came by that, too */
+            r->had = r->plan.bytes - ev->bytes;
         break;
     case PD_XE_VERIFIED:
         if (!r->taken)

@@ -2,6 +2,7 @@
 """A transfer's connection is cut at byte k, by a relay between the workers: the prefill worker connects anew, the decode worker names the chunks that it has
 verified, and the rest is sent; where that does not come about in time it computes the prompt itself. Each time the output is what an undisturbed run gives, each
 chunk is taken once, every count is back at its start, and the merged log keeps every rule."""
+import json
 import os
 import tempfile
 
@@ -53,6 +54,9 @@ class Scene:
         self.R.close()
         ends = [w.end() for w in (self.P, self.D)]
         ok(all(rc == 0 for rc, _ in ends) and not any(x in e for _, e in ends for x in ("not held", "Sanitizer", "runtime error")), f"{name}: both drain", ends)
+        moved = [m for m in map(json.loads, run(tap.trace("cat", "--format", "json", self.P.trace)).stdout.splitlines()) if m.get("state") == "kv_moved"]
+        ok(any(m["retries"] for m in moved) and all(m["skipped_bytes"] == 0 and m["sent_bytes"] >= m["offered_bytes"] for m in moved) and
+           g["given_bytes"] == sum(m["offered_bytes"] for m in moved), f"{name}: of what went in several goes nothing counts as skipped", (g, moved))
         c = check(self.R.path, self.P.trace, self.D.trace)
         ok(c.returncode == 0, f"{name}: the merged log keeps every rule", c.stdout + c.stderr)
 
