@@ -17,38 +17,57 @@ static void le32(uint8_t out[4], uint32_t v)
         out[i] = (uint8_t)(v >> 8 * i);
 }
 
-/* A length before each part, so that (adapter "ab", salt "c") and ("a", "bc") differ. The empty one in the middle is the place of multimodal digests. */
-static void part(XXH3_state_t *st, const void *p, size_t n)
+/* What a hash is of: kept in `flat`, where it is short, and hashed as one piece, which is three times as fast; else summed as it comes. */
+struct piece { uint8_t *flat; size_t n; XXH3_state_t *st; };
+
+static void put(struct piece *t, const void *p, size_t n)
 {
-    uint8_t len[4];
-    le32(len, (uint32_t)n);
-    XXH3_128bits_update(st, len, 4);
-    if (n)
-        XXH3_128bits_update(st, p, n);
+    if (!t->flat)
+        XXH3_128bits_update(t->st, p, n);
+    else if (n)
+        memcpy(t->flat + t->n, p, n);
+    t->n += n;
+}
+
+static void put_le32(struct piece *t, uint32_t v)
+{
+    uint8_t id[4];
+    le32(id, v);
+    put(t, id, 4);
+}
+
+/* A length before each part, so that (adapter "ab", salt "c") and ("a", "bc") differ. The empty one in the middle is the place of multimodal digests. */
+static void part(struct piece *t, struct pd_str s)
+{
+    size_t n = s.p ? s.n : 0;
+    put_le32(t, (uint32_t)n);
+    put(t, s.p, n);
 }
 
 static void block_hash(uint64_t seed, const uint8_t parent[16], const int32_t *tokens, uint32_t n, struct pd_str adapter, struct pd_str salt, uint8_t out[16])
 {
+    enum { FLAT = 512 };
+    uint8_t flat[FLAT];
     XXH3_state_t st;
     XXH128_canonical_t c;
-    uint8_t id[4];
-    XXH3_INITSTATE(&st);
-    XXH3_128bits_reset_withSeed(&st, seed);
-    XXH3_128bits_update(&st, parent, 16);
-    le32(id, n);
-    XXH3_128bits_update(&st, id, 4);
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-    XXH3_128bits_update(&st, tokens, n * sizeof *tokens);
-#else
-    for (uint32_t i = 0; i < n; i++) {
-        le32(id, (uint32_t)tokens[i]);
-        XXH3_128bits_update(&st, id, 4);
+    const bool is_short = 16 + 4 + n * sizeof *tokens + 12 + (adapter.p ? adapter.n : 0) + (salt.p ? salt.n : 0) <= FLAT;
+    struct piece t = { is_short ? flat : NULL, 0, &st };
+    if (!is_short) {
+        XXH3_INITSTATE(&st);
+        XXH3_128bits_reset_withSeed(&st, seed);
     }
+    put(&t, parent, 16);
+    put_le32(&t, n);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    put(&t, tokens, n * sizeof *tokens);
+#else
+    for (uint32_t i = 0; i < n; i++)
+        put_le32(&t, (uint32_t)tokens[i]);
 #endif
-    part(&st, adapter.p, adapter.p ? adapter.n : 0);
-    part(&st, NULL, 0);
-    part(&st, salt.p, salt.p ? salt.n : 0);
-    XXH128_canonicalFromHash(&c, XXH3_128bits_digest(&st));
+    part(&t, adapter);
+    part(&t, (struct pd_str){ NULL, 0 });
+    part(&t, salt);
+    XXH128_canonicalFromHash(&c, is_short ? XXH3_128bits_withSeed(flat, t.n, seed) : XXH3_128bits_digest(&st));
     memcpy(out, c.digest, 16);
 }
 
