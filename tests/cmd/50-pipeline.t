@@ -11,7 +11,7 @@ import tempfile
 import time
 
 import tap
-from tap import B, TINY, decode, lines, ok, one_line, prefill, records, results, run, skip, trace
+from tap import B, TINY, decode, has_read, lines, ok, one_line, prefill, records, results, run, skip, trace
 
 MODEL = tap.model = os.environ.get("PD_MODEL") or TINY
 tmp = tempfile.mkdtemp()
@@ -250,7 +250,8 @@ def main():
     p = subprocess.Popen(decode("--format", "json"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     p.stdin.write(lines([dict(REQS[0], max_tokens=60, ignore_eos=True)]).encode())
     p.stdin.flush()
-    time.sleep(1.0)
+    has_read(p)
+    time.sleep(0.3)
     p.send_signal(signal.SIGTERM)
     try:
         p.wait(60)

@@ -12,7 +12,7 @@ import tempfile
 import time
 
 import tap
-from tap import B, ok, results, run
+from tap import B, handles_signals, ok, results, run
 
 LONG = os.environ.get("LONG") == "1"
 MODEL = "testdata/tiny/llama-q4_1.gguf"
@@ -362,15 +362,6 @@ def end(p, timeout=30):
     except subprocess.TimeoutExpired:
         p.kill()
         return (-1, *p.communicate())
-
-
-def handles_signals(p):
-    """SIGTERM is counted from here on, not deadly."""
-    until = time.time() + 30
-    while time.time() < until and p.poll() is None:
-        if any(x.startswith("SigCgt") and int(x.split()[1], 16) >> (signal.SIGTERM - 1) & 1 for x in open(f"/proc/{p.pid}/status")):
-            return
-        time.sleep(0.01)
 
 
 def listening(path):

@@ -3,14 +3,13 @@
 slow, failed or never came is left out; bad input in one line."""
 import json
 import os
-import re
 import signal
 import subprocess
 import tempfile
 import time
 
 import tap
-from tap import B, TINY, decode, ok, one_line, prefill, results, run
+from tap import B, TINY, decode, handles_signals, ok, one_line, prefill, results, run
 
 BENCH = f"{B}/bin/pd-bench"
 tmp = tempfile.mkdtemp()
@@ -193,9 +192,7 @@ def calibrates():
         return max(abs(row[-1] / (th[0] + sum(a * q for a, q in zip(th[1:], form(*row[:-1])))) - 1) for row in x["rows"])
     ok(all(abs(off(t, x) - x["worst"]) < 1e-3 * (1 + x["worst"]) for t, x in every), "the fits are of the forms that pd-profile(5) tells", [(t, off(t, x), x["worst"]) for t, x in every])
     p = subprocess.Popen([BENCH, "calibrate", "-m", TINY, "--no-paths", "-o", out + "2"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    until = time.monotonic() + 30
-    while p.poll() is None and time.monotonic() < until and not int(re.search(r"SigCgt:\s*(\w+)", open(f"/proc/{p.pid}/status").read())[1], 16) >> signal.SIGTERM - 1 & 1:
-        time.sleep(0.01)                # until it looks after signals
+    handles_signals(p)
     time.sleep(0.2)
     p.terminate()
     err = p.communicate(timeout=60)[1]

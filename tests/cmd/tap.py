@@ -1,9 +1,13 @@
 """What the Python tests of commands share: TAP on stdout, running the build's commands, reading what they write."""
 import base64
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import termios
+import time
 
 B = os.path.abspath(os.environ.get("B", "build"))
 TINY = "testdata/tiny/llama-q4_1.gguf"
@@ -74,3 +78,19 @@ def b64(v):
 
 def one_line(err):
     return len([x for x in err.decode(errors="replace").splitlines() if x]) == 1
+
+
+def wait_for(p, cond):
+    until = time.monotonic() + 60
+    while time.monotonic() < until and p.poll() is None and not cond():
+        time.sleep(0.01)
+
+
+def handles_signals(p):
+    """SIGTERM is counted from here on, not deadly."""
+    wait_for(p, lambda: any(x.startswith("SigCgt") and int(x.split()[1], 16) >> (signal.SIGTERM - 1) & 1 for x in open(f"/proc/{p.pid}/status")))
+
+
+def has_read(p):
+    """What was written to its standard input, a pipe: all of it."""
+    wait_for(p, lambda: fcntl.ioctl(p.stdin, termios.FIONREAD, bytes(4)) == bytes(4))
