@@ -680,6 +680,7 @@ int pd_import_resume(struct pd_import *im, const struct pd_kvdesc *offer, const 
     return keep_from(im, o->from, o->from_blocks, e);
 }
 
+void pd_import_lands(struct pd_import *im, bool lands) { im->landing = lands; }
 uint32_t pd_import_missing(const struct pd_import *im) { return im->plan.n_chunks - im->n_seen; }
 uint32_t pd_import_held(const struct pd_import *im) { return im->n_held; }
 bool pd_import_in_place(const struct pd_import *im) { return im->in_place; }

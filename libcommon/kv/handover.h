@@ -48,6 +48,7 @@ struct pd_import_opts {
     const char *landing;
 };
 int pd_import_begin_with(struct pd_pool *p, const struct pd_kvdesc *offer, const struct pd_import_opts *o, struct pd_import **out, struct pd_err *e);
+void pd_import_lands(struct pd_import *im, bool lands);      /* of one that was to land, before anything came: by another way, which lands too, or by chunks after all */
 /* A chunk that lies in the peer's memory, or has landed: copied where that is not where it will be used, then what will be used is held against its checksum. Errors as pd_import_chunk. */
 int pd_import_sum(struct pd_import *im, uint32_t index, uint64_t xxh3, struct pd_err *e);
 /* Where a chunk of `bytes` lands: at most 2 * chunk_blocks pieces. PD_ECORRUPT: it is none that is missing, or not of that length. */

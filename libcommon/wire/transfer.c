@@ -100,7 +100,7 @@ static int dec_target(void *rec, struct pd_bin v, struct pd_unpack *u)
 static const struct pd_field accept_field[] = { RUN_GEN(struct pd_accept), { "mode", PD_F_CHARS, PD_FF_REQ, A(mode) }, { "have", PD_F_BIN, 0, A(have) },
                                                { "held", PD_F_U32, PD_FF_NZ, A(held) }, { "tag", PD_F_U32, PD_FF_NZ, A(tag) },
     { "target", PD_F_CUSTOM, PD_FF_COUNT, A(target), .aux = offsetof(struct pd_accept, n_target), .enc = enc_target, .dec = dec_target },
-    { "rkeys", PD_F_BIN, 0, A(rkeys) } };
+    { "rkeys", PD_F_BIN, 0, A(rkeys) }, { "via", PD_F_CHARS, 0, A(via) } };
 PAIR(accept, struct pd_accept, -1)
 
 #define D(m) PD_FIELD(struct pd_done, m)

@@ -33,10 +33,11 @@ struct pd_hello {
 /* `accept`: send it. have: one bit a chunk, lowest first, of those not to be sent (held already or verified before); NULL: none.
  * tag, target, rkeys (rdma): where to write the last blocks of the run. Each run of target: base, the address of layer 0's K of its first block; stride, between
  * the parts, K and V of each layer; count, how many parts; len, bytes of each. rkeys: 4 bytes each, big-endian: one of a target whose parts touch (stride ==
- * len), else one a part. tag: the immediate with which the giver says that it writes there no more. */
+ * len), else one a part. tag: the immediate with which the giver says that it writes there no more.
+ * via: the scheme by which its payload is to come instead of that of the offer; "": as offered. Said to a giver with the cap `any_way` only. */
 struct pd_accept {
     char run[PD_RUN_LEN + 1]; uint8_t gen[PD_GEN_LEN]; char mode[12] /* "copy", "in_place" */; struct pd_bin have; uint32_t held /* blocks */;
-    struct pd_payload_run *target; uint32_t n_target, tag; struct pd_bin rkeys;
+    struct pd_payload_run *target; uint32_t n_target, tag; struct pd_bin rkeys; char via[12];
 };
 /* `done`: chunks chunk0 .. chunk0 + chunks - 1 are complete: sent, or lying where the offer says with these checksums (8 bytes each, big-endian). seq (rdma):
  * they are there when the immediate of that number has come. */

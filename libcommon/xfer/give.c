@@ -1,5 +1,6 @@
 /* The giving end: offered > sending > sent > verified > released, under a lease of the caller's ledger. */
 #include <stdio.h>
+#include "../base/log.h"
 #include "proto_in.h"
 
 /* The ledger shuts us out: it was revoked, or has expired. What is half written is finished from a copy; the peer is told, and acknowledges. */
@@ -133,6 +134,8 @@ int pd_give(struct pd_xfer *x, const struct pd_give *g, int64_t now, struct pd_m
         for (uint32_t i = 0; i < x->n_via; i++)         /* it cannot carry this pool: the next best */
             if (x->via[i] == m->tr)
                 x->dead[i] = *e;
+        if (!g->via)
+            pd_warn("%s; from here on KV goes another way on this connection", e->msg);
         rc = g->via ? rc : 0;
     }
     rc = rc ? rc : pd_lease_read(x->o.leases, m->lease, m->gen, &who, now, e);
@@ -198,6 +201,19 @@ static void decline(struct pd_xfer *x, const struct pd_accept *r)
             x->via[i]->decline(x->path[i], r);
 }
 
+/* It cannot be written into its place by the way that was offered: its bytes go by another one that both have said to have. */
+static int take_other_way(struct pd_move *m, const char *scheme)
+{
+    struct pd_xfer *x = m->x;
+    for (uint32_t i = 0; i < x->n_via && m->tr->aim; i++)
+        if (!strcmp(x->via[i]->scheme, scheme) && !x->via[i]->borrows && x->via[i] != m->tr) {
+            m->tr = x->via[i];
+            m->path = x->path[i];
+            return 0;
+        }
+    return pd_x_fatal(x, PD_ECORRUPT, "accept for run %s: offered by %s, it is to go by '%.11s', which is not in use here", m->run, m->tr->scheme, scheme);
+}
+
 int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
 {
     struct pd_arena a = { 0 };
@@ -222,6 +238,7 @@ int pd_x_give_accept(struct pd_xfer *x, const void *rec, size_t n)
         rc = pd_x_fatal(x, PD_ECORRUPT, "accept for run %s: `have` of %zu bytes is not one bit for each of %u chunks", m->run, r.have.n, m->plan.n_chunks);
     else if (strcmp(r.mode, "copy") && (strcmp(r.mode, "in_place") || !m->tr->borrows))
         rc = pd_x_fatal(x, PD_ECORRUPT, "accept for run %s: mode '%.11s' is not one that %s has", m->run, r.mode, m->tr->scheme);
+    rc = rc || !r.via[0] ? rc : take_other_way(m, r.via);
     if (rc)
         goto out;
     struct pd_reader who = reader(m, false);

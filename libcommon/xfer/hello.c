@@ -2,6 +2,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <sys/epoll.h>
+#include "../base/log.h"
 #include "../kv/convert.h"
 #include "../kv/fingerprint.h"
 #include "proto_in.h"
@@ -31,7 +32,7 @@ static int greet(struct pd_xfer *x, struct pd_err *e)
     for (uint32_t i = 0; i < h->n_via && !rc; i++) {
         const struct pd_transport *t = pd_transport_find(h->via[i]);
         if (t->greet)
-            rc = t->greet(x->o.giving, h, &x->my_arena, &x->greeted[i], e);
+            rc = t->greet(&x->o, h, &x->my_arena, &x->greeted[i], e);
     }
     return rc;
 }
@@ -45,7 +46,7 @@ void pd_x_hello_forget(struct pd_xfer *x)
         }
 }
 
-struct pd_str pd_xfer_caps[PD_XFER_CAPS] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 }, { "zstd", 4 } };
+struct pd_str pd_xfer_caps[PD_XFER_CAPS] = { { "in_place", 8 }, { "resume", 6 }, { "held", 4 }, { "zstd", 4 }, { "any_way", 7 } };
 
 bool pd_hello_can(const struct pd_hello *h, const char *cap)
 {
@@ -139,6 +140,9 @@ static int choose_via(struct pd_xfer *x)
         return pd_x_fatal(x, PD_EINCOMPAT, "there is no way to move KV between the two: %s", *why_not ? why_not : "no transport is known to both");
     if (*why_not)
         pd_x_tell_via(x, '(', why_not);
+    const struct pd_rdma_at *q = &x->mine.rdma;
+    if (x->mine.has_rdma && !q->qp && !pd_str_eq(q->why, PD_RDMA_NONE) && x->via[0] != &pd_shm && lists(&x->theirs, (struct pd_str){ "rdma", 4 }))
+        pd_warn("%.*s; KV goes by %s", (int)q->why.n, q->why.p, x->via[0]->scheme);
     return 0;
 }
 

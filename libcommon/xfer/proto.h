@@ -21,7 +21,7 @@
 #include "transport.h"
 
 #define PD_XFER_MOVES 1024      /* open at once on one connection */
-enum { PD_XFER_CAPS = 4 };
+enum { PD_XFER_CAPS = 5 };
 extern struct pd_str pd_xfer_caps[PD_XFER_CAPS];        /* what hello says that this end can do; of one that takes, what it converts besides (pd_conv_caps) */
 
 struct pd_xfer_opts {
@@ -96,7 +96,7 @@ int pd_xfer_say(struct pd_xfer *x, const void *rec, size_t n, struct pd_err *e);
 const char *pd_xfer_scheme(const struct pd_xfer *x, uint32_t i);        /* the i-th best of those in use; NULL: no more */
 const char *pd_xfer_unused(const struct pd_xfer *x, const char *scheme);        /* after READY: why it carries nothing, though this end allows it; NULL: it does, as far as is known */
 const struct pd_hello *pd_xfer_own(const struct pd_xfer *x);    /* what this end said */
-struct pd_xfer_counts { uint64_t late, bytes_out, bytes_in; uint32_t moves; };
+struct pd_xfer_counts { uint64_t late, bytes_out, bytes_in, detours /* taking: KV that came another way than offered */; uint32_t moves; };
 struct pd_xfer_counts pd_xfer_counts(const struct pd_xfer *x);
 
 /* ---- giving ---- */

@@ -11,9 +11,9 @@
 #include <errno.h>
 #include <stdio.h>
 #include "rdma_dev.h"
-#include "transport.h"
+#include "proto.h"
 
-enum { GROUP = 4, GROUPS = 256 /* under way */, MAX_REGIONS = 16384, POLLS = 16 /* of 32 completions in one go: others wait for their turn */ };
+enum { GROUP = 4, GROUPS = 256 /* under way */, MAX_REGIONS = 16384 /* of a run: they are registered in one go; more comes another way */, POLLS = 16 /* of 32 completions in one go: others wait for their turn */ };
 #define WINDOW ((uint64_t)16 << 20)     /* bytes under way: what a cancel has to wait for, at most */
 #define MARK 0x80000000u
 
@@ -59,15 +59,17 @@ static void close_path(void *path);
 
 /* ---- hello ---- */
 
-/* A queue pair is made before it is known whether the peer wants one: its data has to be in the first record. */
-static int greet(bool giving, struct pd_hello *mine, struct pd_arena *a, void **path, struct pd_err *e)
+/* A queue pair is made before it is known whether the peer wants one: its data has to be in the first record. What would fail with the first KV is tried now: both
+ * ends agree on another way then. */
+static int greet(const struct pd_xfer_opts *o, struct pd_hello *mine, struct pd_arena *a, void **path, struct pd_err *e)
 {
     struct pd_err why = { 0 };
     struct path *p = pd_calloc(1, sizeof *p, "rdma path", e);
     if (!p)
         return PD_ENOMEM;
-    p->giving = giving;
-    int rc = pd_rdma_qp_open(giving, &p->q, &why);
+    p->giving = o->giving;
+    int rc = pd_rdma_qp_open(o->giving, &p->q, &why);
+    rc = rc ? rc : pd_rdma_try(p->q, o->giving, o->pool, &why);
     mine->has_rdma = true;
     if (!rc) {
         mine->rdma = p->q->at;

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include "../base/clock.h"
 #include "../base/fault.h"
@@ -25,6 +26,7 @@ struct pd_rdma_dev {
     struct ibv_port_attr attr;
     union ibv_gid gid;
     struct pd_rdma_source *sources;
+    size_t tried;                       /* bytes that could be registered at once */
 };
 struct pd_rdma_source {
     struct pd_rdma_dev *dev;
@@ -328,6 +330,33 @@ static struct ibv_mr *reg(struct ibv_pd *pd, void *at, size_t n, int access, str
 struct ibv_mr *pd_rdma_region(struct pd_rdma_qp *q, void *at, size_t n, struct pd_err *e)
 {
     return reg(q->pd, at, n, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE, e);
+}
+
+int pd_rdma_try(struct pd_rdma_qp *q, bool giving, const struct pd_pool *pool, struct pd_err *e)
+{
+    size_t n = pd_pool_slab_bytes(pool);
+    int rc = 0;
+    pthread_mutex_lock(&lock);
+    bool known = n <= q->dev->tried;
+    pthread_mutex_unlock(&lock);
+    if (known)
+        return 0;
+    bool own = !pd_pool_slabs(pool);
+    void *at = own ? mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) : pd_pool_base(pool, 0);
+    struct ibv_mr *mr = NULL;
+    if (at == MAP_FAILED)
+        return pd_fail(e, PD_ENOMEM, "rdma: no memory to try with: %s", strerror(errno));
+    if ((mr = reg(q->pd, at, n, giving ? 0 : IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE, e)))
+        ibv_dereg_mr(mr);
+    else
+        rc = PD_EINCOMPAT;
+    if (own)
+        munmap(at, n);
+    pthread_mutex_lock(&lock);
+    if (!rc && n > q->dev->tried)
+        q->dev->tried = n;
+    pthread_mutex_unlock(&lock);
+    return rc;
 }
 
 /* By pool and for its users' time only: another pool may lie at the same address later. */

@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include "../base/log.h"
 #include "proto_in.h"
 
 enum { RENEW_LEAST_US = 10000 };
@@ -239,6 +240,38 @@ static int put_accept(struct pd_move *m, struct pd_accept *r, struct pd_err *e)
     return rc;
 }
 
+/* Let the peer write what is missing; where that cannot be (no memory can be registered, the blocks lie too scattered) it comes by the next best way. */
+static int land(struct pd_move *m, struct pd_accept *r, struct pd_arena *a, struct pd_err *e)
+{
+    struct pd_xfer *x = m->x;
+    int rc = m->tr->land(m->path, m, x->o.pool, m->im, r, a, e);
+    const struct pd_transport *from = m->tr;
+    uint32_t i = 0;
+    m->targeted = !rc;
+    while (i < x->n_via && x->via[i] != from)
+        i++;
+    for (i++; rc && pd_hello_can(&x->theirs, "any_way") && i < x->n_via; i++) {
+        const struct pd_transport *t = x->via[i];
+        const char *why;
+        struct pd_err other;
+        if (t->borrows || x->dead[i].code || (t->up && t->up(x->path[i], &why) <= 0))
+            continue;
+        r->target = NULL;
+        r->rkeys = (struct pd_bin){ NULL, 0 };
+        r->n_target = r->tag = 0;
+        if (t->land && t->land(x->path[i], m, x->o.pool, m->im, r, a, &other))
+            continue;
+        pd_import_lands(m->im, t->land != NULL);
+        m->targeted = t->land != NULL;
+        m->tr = t;
+        m->path = x->path[i];
+        strcpy(r->via, t->scheme);
+        (x->n.detours++ ? pd_info : pd_warn)("run %s: %s; its KV comes by %s", m->run, e->msg, t->scheme);
+        rc = e->code = 0;
+    }
+    return rc;
+}
+
 /* All of it is here. Its lease may be short of its end: it is renewed at once. */
 static int take_again(struct pd_move *m, struct pd_err *e)
 {
@@ -296,10 +329,8 @@ int pd_take(struct pd_move *m, const struct pd_take *t, int64_t now, struct pd_e
     if (!rc && m->tr->sums && (!(m->sums = pd_calloc(n_chunks, sizeof *m->sums, "checksums", &why)) ||
                                   !(m->told = pd_calloc(words, 8, "chunk bitmap", &why)) || !(m->named = pd_calloc(words, 8, "chunk bitmap", &why))))
         rc = PD_ENOMEM;
-    if (!rc && m->tr->land && pd_import_missing(m->im)) {
-        rc = m->tr->land(m->path, m, x->o.pool, m->im, &r, &a, &why);
-        m->targeted = !rc;
-    }
+    if (!rc && m->tr->land && pd_import_missing(m->im))
+        rc = land(m, &r, &a, &why);
     if (!rc && pd_import_missing(m->im) < n_chunks) {
         rc = pd_buf_reserve(&have, (n_chunks + (size_t)7) / 8, &why);
         if (!rc)

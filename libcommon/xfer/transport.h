@@ -35,7 +35,7 @@ struct pd_transport {
     bool borrows;                       /* the taker reads the giver's memory: the offer names a lease, and the taker renews it */
     bool sums;                          /* payload does not come in chunk records: `done` says which chunks are there, with their checksums */
     /* Before the hello goes: say in it how this end is reached. What it allocates for that lives in the arena. *path NULL: it cannot be used, and hello says why. */
-    int (*greet)(bool giving, struct pd_hello *mine, struct pd_arena *a, void **path, struct pd_err *e);
+    int (*greet)(const struct pd_xfer_opts *o, struct pd_hello *mine, struct pd_arena *a, void **path, struct pd_err *e);
     /* Whether the two ends can use it: 0, or PD_EINCOMPAT with the reason. */
     int (*usable)(const struct pd_hello *mine, const struct pd_hello *theirs, const struct pd_xfer_opts *o, struct pd_err *e);
     int (*open)(const struct pd_xfer_opts *o, const struct pd_hello *theirs, void **path, struct pd_err *e);

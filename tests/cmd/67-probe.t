@@ -162,7 +162,7 @@ else:
         rx = subprocess.Popen([f"{B}/bin/pd-kvsend", "-i", f"tcp-listen:{at}", "-o", "/dev/null"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ, **there))
         x, r = slow("rdma", f"tcp:{at}", here)
         ok(x.returncode == status and bool(r["slow"]) == bool(status) and {"tcp"} <= {w["scheme"] for w in r["rows"]}
-           and (not status or (one_line(x.stderr) and b"rdma should have been used and was not: mlx5_7 cannot be opened: Permission denied" in x.stderr)),
+           and (not status or (b"rdma should have been used and was not: mlx5_7 cannot be opened: Permission denied" in x.stderr)),
            f"an RDMA device that cannot be opened: {'at both ends: told' if status else 'nothing is amiss where an end has none'}", (x, r))
         rx.kill()
         rx.communicate()

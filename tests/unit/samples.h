@@ -190,6 +190,7 @@ static inline int transfer_encode(int i, struct pd_buf *b, struct pd_err *e)
         ac.n_target = 2;
         ac.tag = 7;
         ac.rkeys = BIN("\1\2\3\4\5\6\7\x80");
+        strcpy(ac.via, "inline");
         return pd_accept_encode(&ac, b, e);
     case 16: dn.seq = 9; return pd_done_encode(&dn, b, e);
     default:
