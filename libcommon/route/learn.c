@@ -33,9 +33,20 @@ static void open_term(struct pd_term *t, const struct pd_profile_class *c, enum 
         pd_term_open(t, k, guess, typical, edge);
 }
 
+/* What a worker does not say is as any. */
+static const struct pd_profile_class *measured(const struct pd_learn *l, const struct pd_worker_rec *w)
+{
+    char cpu[32];
+    if (!l->profile || w->cpu.n >= sizeof cpu)
+        return NULL;
+    snprintf(cpu, sizeof cpu, "%.*s", (int)w->cpu.n, w->cpu.p ? w->cpu.p : "");
+    return pd_profile_class(l->profile, w->model_revision, w->cpu.n ? cpu : NULL, (int)w->threads);
+}
+
 int pd_learn_class_of(struct pd_learn *l, const struct pd_worker_rec *w, uint32_t *out, struct pd_err *e)
 {
     uint64_t key = pd_xxh3(w->numerics.p ? w->numerics.p : "", w->numerics.n, pd_xxh3(w->fp_sha, sizeof w->fp_sha, w->threads));
+    key = w->cpu.n ? pd_xxh3(w->cpu.p, w->cpu.n, key) : key;
     uint32_t i = 0;
     while (i < l->n_classes && l->class_[i].key != key)
         i++;
@@ -48,13 +59,31 @@ int pd_learn_class_of(struct pd_learn *l, const struct pd_worker_rec *w, uint32_
     l->class_ = more;
     l->n_classes++;
     struct pd_learn_class *c = &more[i];
-    const struct pd_profile_class *p = l->profile ? pd_profile_class(l->profile, w->model_revision, NULL, (int)w->threads) : NULL;
-    c->key = key;
+    const struct pd_profile_class *p = measured(l, w);
+    *c = (struct pd_learn_class){ .key = key };
     open_term(&c->prefill, p, PD_PT_PREFILL, 3, guess_prefill, typical_prefill, prefill_edge, 0);
     open_term(&c->decode, p, PD_PT_DECODE, 3, guess_decode, typical_decode, decode_edge, 0);
     pd_term_open(&c->queue, 3, guess_queue, typical_queue, queue_edge);
     pd_term_open(&c->interference, 2, guess_beside, typical_beside, beside_edge);
     return 0;
+}
+
+const char *pd_learn_lacks(struct pd_learn *l, const struct pd_worker_rec *w, char *out, size_t cap)
+{
+    const struct pd_profile_class *p = measured(l, w);
+    char threads[32] = "";
+    uint32_t at;
+    out[0] = 0;
+    if (!l->profile || (p && p->fit[PD_PT_PREFILL].k && p->fit[PD_PT_DECODE].k) || pd_learn_class_of(l, w, &at, NULL) || l->class_[at].told)
+        return out;
+    l->class_[at].told = true;
+    if (w->threads)
+        snprintf(threads, sizeof threads, ", %u threads", w->threads);
+    snprintf(out, cap, "the profile has no %sclass of %.*s%s%.*s%s: %s begins with a guess that learns (pd-bench calibrate measures one there)",
+             !p ? "" : p->fit[PD_PT_DECODE].k ? "prefill in its " : p->fit[PD_PT_PREFILL].k ? "decode in its " : "prefill and decode in its ",
+             (int)(w->model_revision.n < 80 ? w->model_revision.n : 80), w->model_revision.p ? w->model_revision.p : "", w->cpu.n ? ", " : "",
+             (int)(w->cpu.n < 31 ? w->cpu.n : 31), w->cpu.p ? w->cpu.p : "", threads, !p ? "what work costs there" : "it");
+    return out;
 }
 
 int pd_learn_path_of(struct pd_learn *l, struct pd_str from, struct pd_str to, const char *kind, uint32_t *out, struct pd_err *e)

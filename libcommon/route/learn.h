@@ -1,6 +1,6 @@
 /* What a router learns of its cluster from what runs took, and what it expects therefore: the costs in the rows and paths of a route record. Pure: the time is told.
  *
- * By class of workers (the same model, numerics and threads) and by path (from a domain to another):
+ * By class of workers (the same model, numerics, kernels and threads) and by path (from a domain to another):
  *   queue          until a prompt is begun: the prefills ahead of it, a step of the batch that runs, and what it takes to hand it over
  *   prefill        tokens that were computed, after what was cached
  *   decode         a token in a batch: its sequences, and the KV tokens that it reads
@@ -18,7 +18,7 @@
 enum { PD_LEARN_CLASSES = 64, PD_LEARN_PATHS = 256, PD_LEARN_LENGTHS = 8, PD_LEARN_LIMITS = 16, PD_LEARN_KEEPS = 128 };
 #define PD_LEARN_STALE_US 300000000
 
-struct pd_learn_class { uint64_t key; struct pd_term queue, prefill, decode, interference; };
+struct pd_learn_class { uint64_t key; struct pd_term queue, prefill, decode, interference; bool told /* what the profile lacks of it */; };
 /* What is before a prompt at a worker: prompts and their tokens, and the batch that decodes. */
 struct pd_ahead { uint32_t runs; uint64_t tokens; uint32_t seqs; uint64_t kv_tokens; };
 struct pd_learn_path { uint64_t key; struct pd_term transfer, sync; uint32_t active; int64_t used_us; };
@@ -35,6 +35,8 @@ void pd_learn_free(struct pd_learn *l);
 /* Their places; made at first use. PD_ENOMEM: also of a path past PD_LEARN_PATHS, of which nothing is learnt here. kind: of the profile's path to begin with; NULL:
  * "local" within a domain, else "cross". */
 int pd_learn_class_of(struct pd_learn *l, const struct pd_worker_rec *w, uint32_t *out, struct pd_err *e);
+/* What the profile lacks of w's class and what serves instead, in words; "": nothing, there is no profile, or it was told before. */
+const char *pd_learn_lacks(struct pd_learn *l, const struct pd_worker_rec *w, char *out, size_t cap);
 int pd_learn_path_of(struct pd_learn *l, struct pd_str from, struct pd_str to, const char *kind, uint32_t *out, struct pd_err *e);
 
 /* What is expected. tokens: to compute, after `context`. */

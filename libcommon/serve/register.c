@@ -54,7 +54,7 @@ static void fill(const struct pd_register_opts *o, struct pd_str via[MOST_VIA], 
     *w = (struct pd_worker_rec){ .worker = str(rt->worker), .model_revision = str(rt->model->revision), .numerics = str(rt->numerics), .domain = str(rt->domain),
         .fp_fields = { rt->fp.map.p, rt->fp.map.n }, .parallel = { 1, 1, 1 }, .via = via, .caps = caps, .n_caps = PD_XFER_CAPS + pd_conv_caps(rt->convert, caps + PD_XFER_CAPS), .epoch = rt->epoch,
         .capacity = { .blocks = pd_pool_stats(rt->pool).max, .block_size = (uint32_t)pd_pool_geom(rt->pool)->block_size, .max_seqs = rt->max_seqs, .max_runs = o->max_runs,
-                      .context = (uint32_t)rt->model->cfg.n_ctx }, .threads = (uint32_t)pd_threads_count(rt->threads) };
+                      .context = (uint32_t)rt->model->cfg.n_ctx }, .threads = (uint32_t)pd_threads_count(rt->threads), .cpu = str(rt->k->name) };
     snprintf(w->role, sizeof w->role, "%s", o->role);
     if (!strcmp(o->role, "both"))
         snprintf(w->prefer, sizeof w->prefer, "%s", o->prefer ? o->prefer : "decode");

@@ -46,6 +46,7 @@ static int said(struct pd_router *r, struct pd_rt_worker *w, enum pd_rt_from fro
     }
     pd_upstream_want(w->u, ready);
     pd_rt_text_said(r, w);
+    pd_rt_learn_said(r, w);
     pd_rt_feed_said(r, w, from, fresh);
     pd_rt_paths_said(r, w, fresh);
     know_policy(r);

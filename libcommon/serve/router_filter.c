@@ -31,8 +31,12 @@ static int add_worker(struct filter *f, struct pd_worker_rec *w, struct pd_err *
     strcpy(w->state, "ready");
     int rc = pd_worker_rec_encode(w, &b, e);
     if (rc == 0 && (rc = pd_registry_add(&f->reg, w->listen.p ? w->listen.p : w->worker.p, &m, e)) == 0 &&
-        (rc = pd_registry_said(&f->reg, m, b.p, b.n, pd_mono_us(), &fresh, e)) == 0)
+        (rc = pd_registry_said(&f->reg, m, b.p, b.n, pd_mono_us(), &fresh, e)) == 0) {
+        char why[400];
         m->reachable = true;
+        if (pd_learn_lacks(&f->learn, &m->said, why, sizeof why)[0])
+            pd_warn("worker %s: %s", pd_member_name(m), why);
+    }
     if (rc == 0 && !f->o->policy_given && pd_member_gives(m))
         f->policy = PD_POLICY_FIXED;
     pd_buf_free(&b);

@@ -26,6 +26,13 @@ int pd_rt_learn_new(struct pd_router *r, const char *profile, struct pd_err *e)
     return rc;
 }
 
+void pd_rt_learn_said(struct pd_router *r, const struct pd_rt_worker *w)
+{
+    char why[400];
+    if (pd_learn_lacks(&r->learning.l, &w->m->said, why, sizeof why)[0])
+        pd_warn("worker %s: %s", pd_member_name(w->m), why);
+}
+
 void pd_rt_learn_free(struct pd_router *r)
 {
     pd_learn_free(&r->learning.l);

@@ -35,9 +35,11 @@ struct pd_rt_learning {
 
 struct pd_router;
 struct pd_rt_run;
+struct pd_rt_worker;
 struct pd_rec;
 int pd_rt_learn_new(struct pd_router *r, const char *profile /* or NULL */, struct pd_err *e);
 void pd_rt_learn_free(struct pd_router *r);
+void pd_rt_learn_said(struct pd_router *r, const struct pd_rt_worker *w);       /* its `worker` record was taken */
 void pd_rt_learn_sent(struct pd_router *r, struct pd_rt_run *run, int64_t now);        /* by r->decision */
 void pd_rt_learn_published(struct pd_router *r, struct pd_rt_run *run, const struct pd_rec *kv, int64_t now);
 void pd_rt_learn_arrived(struct pd_router *r, struct pd_rt_run *run);          /* its KV is no more on its way */

@@ -195,6 +195,7 @@ struct pd_worker_rec {
     uint8_t boot[16]; bool has_boot;    /* the host's boot id; netns: its network namespace (inode), 0 unknown */
     uint64_t netns;
     uint32_t pid, threads;              /* 0: not known; threads: that it computes with */
+    struct pd_str cpu;                  /* the path of its kernels: "avx2"; absent: not known */
     int64_t beat_us;                    /* how often this record comes; 0: once */
     uint64_t seq;                       /* of this life's records on any connection, from 1 */
     struct pd_extra extra;

@@ -68,7 +68,7 @@ static const struct pd_field field[] = {
     { "numerics", PD_F_STR, PD_FF_REQ, W(numerics) }, { "listen", PD_F_STR, 0, W(listen) }, { "prefer", PD_F_CHARS, 0, W(prefer) },
     { "life", PD_F_BYTES, PD_FF_HAS, W(life), .aux = offsetof(struct pd_worker_rec, has_life) },
     { "boot", PD_F_BYTES, PD_FF_HAS, W(boot), .aux = offsetof(struct pd_worker_rec, has_boot) }, { "netns", PD_F_U64, PD_FF_NZ, W(netns) },
-    { "pid", PD_F_U32, PD_FF_NZ, W(pid) }, { "threads", PD_F_U32, PD_FF_NZ, W(threads) }, { "beat_us", PD_F_I64, PD_FF_NZ, W(beat_us) }, { "seq", PD_F_U64, PD_FF_NZ, W(seq) } };
+    { "pid", PD_F_U32, PD_FF_NZ, W(pid) }, { "threads", PD_F_U32, PD_FF_NZ, W(threads) }, { "cpu", PD_F_STR, 0, W(cpu) }, { "beat_us", PD_F_I64, PD_FF_NZ, W(beat_us) }, { "seq", PD_F_U64, PD_FF_NZ, W(seq) } };
 static const struct pd_table table = { "worker", field, N(field), offsetof(struct pd_worker_rec, extra) };
 
 int pd_worker_rec_encode(const struct pd_worker_rec *w, struct pd_buf *b, struct pd_err *e)

@@ -66,6 +66,26 @@ ok(x.returncode == 7 and "domain required rack" in x.stderr.decode() and out[-1]
 x = route("--policy", "fixed", "--topology", T, "--domain", "prefer:rack", data=b'{"id":1,"prompt":"x"}\n')
 out = records(run([f"{B}/bin/pd-trace", "cat"], x.stdout).stdout)
 ok(x.returncode == 0 and out[0]["route"]["mode"] == "remote", "what is only preferred does not block", (x.stderr, out))
+
+# a profile without the class of a worker: said once a class, with what serves instead
+w = records(run([f"{B}/bin/pd-trace", "cat"], open(W, "rb").read()).stdout)[0]
+F = os.path.join(tmp.name, "profile")
+fit = {"theta": [100, 10, 0], "rows": [[64, 0, 740]]}
+right = {"model": w["model_revision"], "cpu": w["cpu"], "threads": w["threads"], "prefill": fit, "decode": fit}
+for what, change, words in (("it has", {}, ()), ("of another model", {"model": "other@000000000000"}, ("class of",)), ("of other kernels", {"cpu": "abacus"}, ("class of",)),
+                            ("of more threads", {"threads": w["threads"] + 1}, ("class of",)), ("without decode", {"decode": None}, ("decode in its class of",)),
+                            ("without prefill and decode", {"decode": None, "prefill": None}, ("prefill and decode in its class of",))):
+    with open(F, "w") as f:
+        json.dump({"pd": "profile", "v": 1, "classes": [dict(right, **change)]}, f)
+    x = route("--policy", "conditional", "--profile", F, "--trace", F + ".trace", data=lines(REQS[:1]))
+    told = x.stderr.decode()
+    ok(x.returncode == 0 and told.count("\n") == len(words) and all(s in told for s in (*words, *((w["worker"], w["model_revision"], w["cpu"], f"{w['threads']} threads", "guess") if words else ()))),
+       f"--profile with a class {what}: {'a line says what is missing, of whom, and what serves' if words else 'nothing to say'}", told)
+    if words and what != "without decode":
+        d = next(r for r in records(run([f"{B}/bin/pd-trace", "cat", F + ".trace"]).stdout) if r["pd"] == "route")["d"][0]
+        ok(len(d["prefill"]) == 3 and d["prefill"][2] & 1, f"--profile with a class {what}: its costs are marked as a guess", d)
+    os.unlink(F + ".trace")
+
 empty = os.path.join(tmp.name, "empty")
 open(empty, "w").close()
 for args, word, rc in ((["-w", empty], "no worker", 1), (["-w", "/nowhere"], "/nowhere", 1), (["-w", W, "--worker", "unix:x"], "--listen", 2), (["-w", W, "--policy", "x"], "--policy", 2),

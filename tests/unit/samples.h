@@ -113,7 +113,7 @@ static inline struct pd_worker_rec sample_worker(void)
         .capacity = { .blocks = 4096, .block_size = 16, .max_seqs = 64, .max_runs = 256, .context = 8192 },
         .load = { .runs = 5, .waiting = 2, .seqs = 7, .blocks_used = 93, .blocks_leased = 12, .prefill_tokens_ahead = 1ull << 40, .kv_tokens = 1481 },
         .via = sample_via, .n_via = 2, .caps = sample_caps, .n_caps = 3, .epoch = 3, .listen = STR("unix:/run/pd/d0"), .life = { 1, 2, 3, 4, 5, 6, 7, 8 }, .has_life = true,
-        .boot = "bootbootbootboo", .has_boot = true, .netns = 4026531840, .pid = 17, .beat_us = 1000000, .seq = 42,
+        .boot = "bootbootbootboo", .has_boot = true, .netns = 4026531840, .pid = 17, .threads = 4, .cpu = STR("avx2"), .beat_us = 1000000, .seq = 42,
         .extra = { (const uint8_t *)"\xa6" "future\x93\x01\xc0\xc3", 11, 1 } };
     memcpy(w.fp_sha, d.fp_sha, sizeof w.fp_sha);
     return w;

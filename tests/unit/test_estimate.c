@@ -315,6 +315,35 @@ static void limits_are_no_lengths(void **state)
     pd_learn_free(&l);
 }
 
+/* What a profile lacks of a class is told once a class, and that class begins with a guess; what a worker does not say is as any. */
+static void what_was_not_measured_is_told(void **state)
+{
+    static struct pd_learn l;
+    static struct pd_profile_class class_[2] = { { .model = { "m@1", 3 }, .cpu = { "avx2", 4 }, .threads = 4, .fit = { { .k = 3, .theta = { 7000, 0, 0 }, .typical = { 1, 1, 1 } },
+                                                   { .k = 3, .theta = { 1, 1, 1 }, .typical = { 1, 1, 1 } } } },
+                                                 { .model = { "m@2", 3 }, .cpu = { "avx2", 4 }, .threads = 4, .fit = { { .k = 3, .theta = { 7000, 0, 0 }, .typical = { 1, 1, 1 } } } } };
+    static struct pd_profile profile = { .class_ = class_, .n_classes = 2 };
+    static const struct { const char *model, *cpu; uint32_t threads; const char *told; bool known; } v[] = {
+        { "m@1", "avx2", 4, "", true }, { "m@1", "avx2", 0, "", true }, { "m@1", NULL, 4, "", true }, { "m@1", "avx512", 4, "no class of m@1, avx512, 4 threads", false },
+        { "m@1", "avx2", 8, "no class of m@1, avx2, 8 threads", false }, { "m@3", NULL, 0, "no class of m@3: ", false }, { "m@2", "avx2", 4, "no decode in its class of m@2, avx2, 4 threads", true } };
+    char why[400];
+    uint32_t at;
+    l.profile = &profile;
+    for (int twice = 0; twice < 2; twice++)
+        for (size_t i = 0; i < sizeof v / sizeof *v; i++) {
+            struct pd_worker_rec w = { .model_revision = { v[i].model, 3 }, .cpu = { v[i].cpu, v[i].cpu ? strlen(v[i].cpu) : 0 }, .threads = v[i].threads, .fp_sha = { (uint8_t)v[i].model[2] } };
+            pd_learn_lacks(&l, &w, why, sizeof why);
+            assert_true(v[i].told[0] && !twice ? strstr(why, v[i].told) != NULL : !why[0]);
+            assert_int_equal(pd_learn_class_of(&l, &w, &at, NULL), 0);
+            assert_true((pd_learn_prefill(&l, at, 100, 0, 0).p50 == 7000) == v[i].known);
+        }
+    assert_int_equal(l.n_classes, 7);
+    l.profile = NULL;
+    pd_learn_lacks(&l, &(struct pd_worker_rec){ .model_revision = { "m@9", 3 } }, why, sizeof why);
+    assert_string_equal(why, "");
+    pd_learn_free(&l);
+}
+
 /* As many paths as there is room for, each by itself, and none that is two; within a domain it begins with another cost than between two. */
 static void each_path_is_one(void **state)
 {
@@ -371,6 +400,6 @@ int main(void)
 {
     const struct CMUnitTest tests[] = { cmocka_unit_test(from_nothing), cmocka_unit_test(follows), cmocka_unit_test(covers), cmocka_unit_test(accidents_and_lies), cmocka_unit_test(guesses),
         cmocka_unit_test(one_quantity), cmocka_unit_test(sums), cmocka_unit_test(cold_at_first), cmocka_unit_test(bands_mend_the_formula), cmocka_unit_test(the_fit_itself),
-        cmocka_unit_test(the_rank_stays_in_its_range), cmocka_unit_test(limits_are_no_lengths), cmocka_unit_test(each_path_is_one), cmocka_unit_test(sums_are_as_wide_as_they_are_found) };
+        cmocka_unit_test(the_rank_stays_in_its_range), cmocka_unit_test(limits_are_no_lengths), cmocka_unit_test(what_was_not_measured_is_told), cmocka_unit_test(each_path_is_one), cmocka_unit_test(sums_are_as_wide_as_they_are_found) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
