@@ -323,13 +323,21 @@ static void find_d(struct choice *c)
         take(c, 1, top[0][i].i);
 }
 
+/* The D that `random` drew: the first by its chance. */
+static int32_t drawn_d(const struct choice *c) { return c->n[1] ? c->best[1][0] : -1; }
+
+static bool gives_to(const struct choice *c, int32_t p, int32_t d)
+{
+    return d >= 0 && may(c, 0, p, true) && may(c, 1, d, true) && move(c, p, d, c->r->d[d].miss_tokens) >= 0;
+}
+
 static void find_p(struct choice *c)
 {
     struct ranked top[PD_ROUTE_BEST];
     int n = 0;
     c->n[0] = 0;
     for (uint32_t i = 0; c->remote && i < c->r->n_p; i++) {
-        int32_t p = (int32_t)i, to = may(c, 0, p, true) ? taker_of(c, p) : -1;
+        int32_t p = (int32_t)i, to = !may(c, 0, p, true) ? -1 : c->policy.kind != PD_POLICY_RANDOM ? taker_of(c, p) : gives_to(c, p, drawn_d(c)) ? drawn_d(c) : -1;
         if (to >= 0)
             n = insert(top, n, PD_ROUTE_BEST, (struct ranked){ key(c, 0, p, true) + way_adds(c, p, to), c->r->p[i].given, p, to });
     }
@@ -390,9 +398,9 @@ static bool is_rule(enum pd_policy k) { return k == PD_POLICY_THRESHOLD || k == 
 static void score(struct choice *c)
 {
     struct pd_route_rec *r = c->r;
-    bool rule = is_rule(c->policy.kind) && c->local && c->remote, here = false;
-    int32_t d = rule ? the_d(c) : -1;
-    if (d >= 0) {
+    bool rule = is_rule(c->policy.kind) && c->local && c->remote, chance = c->policy.kind == PD_POLICY_RANDOM, here = false;
+    int32_t d = rule ? the_d(c) : chance ? drawn_d(c) : -1;
+    if (rule && d >= 0) {
         here = rule_says_local(c, &r->d[d]);
         for (bool any = false; !here; here = !any) {
             for (uint32_t i = 0; i < r->n_pairs; i++)
@@ -403,9 +411,9 @@ static void score(struct choice *c)
     }
     for (uint32_t i = 0; i < r->n_pairs; i++) {
         struct pd_route_pair *o = &r->pair[i];
-        if (o->x || (rule && (o->d != d || (o->p < 0) != here)))
+        if (o->x || (rule && (o->d != d || (o->p < 0) != here)) || (chance && o->d != d))
             continue;
-        if (c->policy.kind == PD_POLICY_RANDOM)
+        if (chance)
             o->score = 0;
         else if (c->policy.kind == PD_POLICY_CONDITIONAL)
             o->score = pd_spread_at(o->completion, c->scale) + pd_pair_others(r, o);
@@ -452,18 +460,18 @@ static double weight(double x)
     return e;
 }
 
-/* Of `random` the rows were drawn before the ways: how probable it was that this way's were. Whoever may have the run was in that draw, also who is no row. */
+/* Of `random` the rows were drawn before the ways: how probable it was that this way's were, also among those that a record has no rows of any more. */
 static double was_drawn(const struct choice *c, const struct pd_route_pair *o)
 {
-    const struct pd_route_rec *r = c->r;
-    double v = 1;
-    for (int side = o->p < 0; side < 2 && c->policy.kind == PD_POLICY_RANDOM; side++) {
-        uint64_t of = (side ? r->left_d : r->left_p)[PD_X_NO];
-        for (uint32_t i = 0; i < (side ? r->n_d : r->n_p); i++)
-            of += may(c, side, (int32_t)i, false);
-        v *= c->n[side] == PD_ROUTE_BEST ? (double)c->n[side] / (double)of : 1;
-    }
-    return v;
+    struct pd_route_rec *r = c->r;
+    uint64_t of[2] = { r->lots_p, r->lots_d };
+    if (c->policy.kind != PD_POLICY_RANDOM)
+        return 1;
+    for (uint32_t i = 0; i < r->n_d; i++)
+        of[1] += r->d[i].drawn = may(c, 1, (int32_t)i, false);
+    for (uint32_t i = 0; o->p >= 0 && i < r->n_p; i++)
+        of[0] += r->p[i].drawn = gives_to(c, (int32_t)i, o->d);
+    return (o->p < 0 ? 1 : (double)c->n[0] / (double)of[0]) / (double)of[1];
 }
 
 /* Shares of all that have a score, and the one that is drawn. */
@@ -573,6 +581,14 @@ static const struct pd_route_pair *other_way(const struct choice *c, const struc
     return best;
 }
 
+static uint32_t ways(const struct pd_route_rec *r)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < r->n_pairs; i++)
+        n += r->pair[i].score != PD_SCORE_NONE;
+    return n;
+}
+
 static size_t put(char *out, size_t cap, size_t at, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
 static size_t put(char *out, size_t cap, size_t at, const char *fmt, ...)
 {
@@ -605,7 +621,7 @@ static void words(const struct choice *c, const struct pd_route_pair *o)
         if (!here && !p)
             put(r->reason, cap, at, ", which is not possible");
     } else if (c->policy.kind == PD_POLICY_RANDOM)
-        put(r->reason, cap, at, "one of %u ways", r->n_pairs);
+        put(r->reason, cap, at, "one of %u ways of this worker's", ways(r));
     else
         put(r->reason, cap, at, "the least load, %" PRId64 " blocks", o->score);
 }
@@ -689,9 +705,9 @@ static void keep_shadow(struct pd_route_rec *r, struct pd_route_chosen *s)
 static void start(struct pd_route_rec *r)
 {
     for (uint32_t i = 0; i < r->n_p; i++)
-        r->p[i].keep = false;
+        r->p[i].keep = r->p[i].drawn = false;
     for (uint32_t i = 0; i < r->n_d; i++)
-        r->d[i].keep = false;
+        r->d[i].keep = r->d[i].drawn = false;
     r->degraded &= ~(uint32_t)(PD_DG_COLD | PD_DG_STALE);
     r->outcome = PD_CHOSEN;
     r->propensity = 0;

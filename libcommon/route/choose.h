@@ -7,7 +7,7 @@
  *   threshold[:N]  the least loaded D; remote if it lacks more than N tokens of the prompt (1000): Dynamo's rule of 2024
  *   dynamo[:N]     Dynamo's published rule of 2026: local if D lacks fewer than N tokens (2048) and less than 0.7 of the prompt
  *   llmd[:N]       llm-d's: D by twice its prefix and once its queue, local if it lacks fewer than N tokens (16), P by the same scores
- *   random         any way that is possible
+ *   random         any D that may have the run, all alike; then that D alone or any P that reaches it, at most PD_ROUTE_BEST of them, all alike
  * Only the PD_ROUTE_BEST best of each side are looked at together. Equal scores: the smaller P50, then who was given fewer runs, then the order of the rows.
  * With a temperature T a way whose score is s is drawn with a weight of exp(-(s - least) / (T least)), by the record's seed; T is of the policies that compare
  * one score (aggregated, fixed, conditional) and, for the others, of their choice of P.

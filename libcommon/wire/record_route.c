@@ -357,7 +357,8 @@ static const struct pd_field route_field[] = {
     { "risk", PD_F_DOUBLE, PD_FF_REQ, E(risk) }, { "externality", PD_F_DOUBLE, PD_FF_REQ, E(externality) }, CUSTOM(versions, PD_FF_ALWAYS, E(versions)),
     CUSTOM(input, PD_FF_REQ, E(input)), { "epoch", PD_F_U64, PD_FF_REQ, E(epoch) }, CUSTOM(domains, PD_FF_ALWAYS, E(domains)), CUSTOM(fits, PD_FF_ALWAYS, E(fits)),
     CUSTOM(p, PD_FF_REQ, E(p)), CUSTOM(d, PD_FF_REQ, E(d)), CUSTOM(paths, PD_FF_ALWAYS, E(paths)),
-    { "left_out", PD_F_CUSTOM, PD_FF_ALWAYS, E(left_p), .enc = enc_left, .dec = dec_left }, CUSTOM(pairs, PD_FF_ALWAYS, E(pair)),
+    { "left_out", PD_F_CUSTOM, PD_FF_ALWAYS, E(left_p), .enc = enc_left, .dec = dec_left },
+    { "lots_p", PD_F_U32, PD_FF_NZ, E(lots_p) }, { "lots_d", PD_F_U32, PD_FF_NZ, E(lots_d) }, CUSTOM(pairs, PD_FF_ALWAYS, E(pair)),
     { "chosen", PD_F_CUSTOM, PD_FF_HAS | PD_FF_NULL, E(chosen), .aux = offsetof(struct pd_route_rec, chosen.any), .enc = enc_chosen, .dec = dec_chosen },
     { "reason", PD_F_CHARS, PD_FF_REQ, E(reason) }, { "propensity", PD_F_DOUBLE, PD_FF_REQ, E(propensity) }, CUSTOM(estimate, PD_FF_ALWAYS, E(ttft)),
     CUSTOM(degraded, PD_FF_ALWAYS, E(degraded)), { "cause", PD_F_STR, PD_FF_NULL | PD_FF_MEND, E(cause) }, { "fallback", PD_F_STR, PD_FF_NULL | PD_FF_MEND, E(fallback) },
@@ -418,8 +419,10 @@ static int thin(const struct pd_route_rec *r, const struct plan *o, struct pd_ar
             const struct pd_route_row *w = s ? &r->d[i] : &r->p[i];
             if (o->at[s][i] >= 0)
                 row[s][o->at[s][i]] = *w;
-            else
+            else {
                 (s ? t->left_d : t->left_p)[w->x]++;
+                *(s ? &t->lots_d : &t->lots_p) += w->drawn;
+            }
         }
     int32_t *at = pd_arena_alloc(a, r->n_paths + 1, sizeof *at, e);
     if (!at)

@@ -55,7 +55,7 @@ struct pd_route_row {
     uint64_t cost;                      /* blocks: what policies that go by load compare (pd_choose) */
     uint64_t x, x_kv;                   /* enum pd_excluded: from everything; from what needs KV from elsewhere (no room for staged KV) */
     struct pd_str excluded;             /* x, else x_kv, in words */
-    bool keep;                          /* not recorded: pd_choose went by it, so it stays in the record */
+    bool keep, drawn;                   /* not recorded: pd_choose went by it, so it stays in the record; `random` might have drawn it */
 };
 /* What KV of p's kin to d's kin needs; pairs of kins that are not listed fit as they are. */
 struct pd_route_fit { uint32_t p, d, converts /* PD_CONV_* (../kv/convert.h) */; struct pd_str why; /* they do not fit */ };
@@ -123,6 +123,7 @@ struct pd_route_rec {
     struct pd_route_row *p, *d; uint32_t n_p, n_d;
     struct pd_route_path *paths; uint32_t n_paths;
     uint32_t left_p[PD_X_KINDS], left_d[PD_X_KINDS];    /* workers that are no rows, by why */
+    uint32_t lots_p, lots_d;            /* of them, those that `random` might have drawn: P that reach the chosen D, and D */
     uint32_t degraded;                  /* PD_DG_* */
     struct pd_route_shadow shadow;      /* another policy, without effect: its name is given, the rest is chosen */
     /* what pd_choose makes of it */

@@ -391,6 +391,48 @@ static void chance_is_told_as_it_is(void **state)
     way_again();
 }
 
+/* The chances of all ways add up to one, and each comes as often as it says, whoever reaches whom: many that reach nobody, some or all; by paths of their own, by
+ * domains, by kins; a worker of both sides; also of a record that had no room for all. */
+static void chances_add_up(void **state)
+{
+    enum { DRAWS = 20000, WAYS = 41 * 13 };
+    static struct pd_route_path paths[100];
+    for (int how = 0; how < 6; how++) {
+        uint32_t n_p = how == 5 ? 200 : 40, n_d = 12, n[WAYS] = { 0 };
+        double told[WAYS] = { 0 }, sum = 0;
+        scene("random");
+        crowds(n_p, n_d);
+        r.paths = paths;
+        r.n_paths = 0;
+        for (uint32_t i = 0; how < 3 && i < 30 * (1 + (uint32_t)how); i++)      /* to d0, d1, d2: the first thirty P */
+            paths[r.n_paths++] = (struct pd_route_path){ (int32_t)(i % 30), (int32_t)(i / 30), -1, -1, .x = PD_X_PATH, .excluded = S("open") };
+        for (uint32_t i = 0; i < n_p; i++) {
+            r.p[i].domain = how == 3 && i > 3;
+            r.p[i].kin = how >= 4 && i > 20;
+        }
+        if (how == 3)           /* those of the second domain reach nobody */
+            paths[r.n_paths++] = (struct pd_route_path){ -1, -1, 1, -1, .x = PD_X_DOMAIN, .excluded = S("domain") };
+        fit[0] = (struct pd_route_fit){ .p = 1, .why = S("rope_theta differs") };
+        r.n_fits = how >= 4;
+        r.d[3].x_kv = PD_X_BLOCKS;
+        r.p[39].at = r.d[5].at;
+        for (int i = 0; i < DRAWS; i++) {
+            r.seed = (uint64_t)i * 977 + 5;
+            choose();
+            uint32_t at = (uint32_t)(r.chosen.p + 1) * 13 + (uint32_t)r.chosen.d;
+            assert_true(at < WAYS && (!told[at] || fabs(told[at] - r.propensity) < 1e-15));
+            n[at]++;
+            sum += told[at] ? 0 : r.propensity;
+            told[at] = r.propensity;
+            if (i % 1000 == 0)
+                way_again();
+        }
+        assert_true(fabs(sum - 1) < 1e-9);
+        for (uint32_t i = 0; i < WAYS; i++)
+            assert_true(fabs(n[i] - DRAWS * told[i]) <= 6 * sqrt(DRAWS * told[i]));
+    }
+}
+
 static void ties_are_stable(void **state)
 {
     const char *of[] = { "aggregated", "fixed", "conditional", "threshold", "llmd", "dynamo" };
@@ -602,7 +644,7 @@ int main(void)
         cmocka_unit_test(load_policies_go_by_blocks), cmocka_unit_test(rules_are_as_published), cmocka_unit_test(what_stands_in_the_way),
         cmocka_unit_test(those_that_reach_nobody_are_passed_over), cmocka_unit_test(those_that_nobody_reaches_hide_no_other),
         cmocka_unit_test(the_near_one_is_found), cmocka_unit_test(who_gives_need_not_be_there),
-        cmocka_unit_test(chance_is_told_as_it_is), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),
+        cmocka_unit_test(chance_is_told_as_it_is), cmocka_unit_test(chances_add_up), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),
         cmocka_unit_test(a_shadow_changes_nothing), cmocka_unit_test(a_record_gives_the_same_choice_and_bytes), cmocka_unit_test(what_makes_no_sense_is_refused) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
