@@ -1,4 +1,4 @@
-#include "choose.h"
+#include "choose_in.h"
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -9,7 +9,6 @@
 const char *const pd_policy_names[] = { "aggregated", "fixed", "conditional", "threshold", "dynamo", "llmd", "random", NULL };
 static const uint32_t usual[] = { [PD_POLICY_THRESHOLD] = 1000, [PD_POLICY_DYNAMO] = 2048, [PD_POLICY_LLMD] = 16, [PD_POLICY_RANDOM] = 0 };
 enum { UNIT = 1000 };
-#define SMALL ((uint64_t)1 << 40)       /* no count is taken for more */
 
 int pd_policy_parse(const char *text, struct pd_policy_spec *out, struct pd_err *e)
 {
@@ -33,31 +32,10 @@ int pd_policy_parse(const char *text, struct pd_policy_spec *out, struct pd_err 
 
 /* ---- keys: what the best of a side are found by ---- */
 
-/* The two nearest on the other side, the nearer one first; -1: nobody. Two, as one may be the worker itself. */
-struct near { int64_t cost[2]; int32_t of[2]; };
-/* Of one side, domain and kin, none of them with a path of its own: whoever is reached by one is reached by all. Two of them, and who is near to them. */
-struct group { uint32_t domain, kin; int32_t i[2], next; bool known; struct near to; };
-struct ground {                 /* what the paths of a record come to */
-    int16_t path[PD_ROUTE_DOMAINS][PD_ROUTE_DOMAINS];   /* of those without one of their own */
-    bool table, any_own, own[2][PD_ROUTE_MOST];
-    struct group group[2][PD_ROUTE_MOST];
-    int16_t head[2][PD_ROUTE_DOMAINS], of[2][PD_ROUTE_MOST]; int n[2];
-};
-struct choice {
-    struct pd_route_rec *r;
-    struct pd_policy_spec policy;
-    bool remote, local;         /* ways that may be looked at */
-    double scale;
-    uint32_t queue_lo[2], queue_hi[2];
-    int32_t best[2][PD_ROUTE_BEST]; int n[2];   /* rows, P and D */
-    struct ground *g;
-};
 struct ranked { int64_t key; uint64_t given; int32_t i, by; };
 
-static int64_t small(uint64_t v) { return (int64_t)(v < SMALL ? v : SMALL); }
 static uint32_t block_size(const struct pd_route_rec *r) { return r->input.block_size ? r->input.block_size : 1; }
 static int64_t blocks_of(const struct pd_route_rec *r, uint64_t tokens) { return (small(tokens) + block_size(r) - 1) / block_size(r); }
-static const struct pd_route_row *row_of(const struct choice *c, int side, int32_t i) { return side ? &c->r->d[i] : &c->r->p[i]; }
 
 static uint64_t draw(uint64_t seed, uint64_t i)
 {
@@ -133,12 +111,6 @@ static int insert(struct ranked *top, int n, int most, struct ranked x)
     return n < most ? n + 1 : most;
 }
 
-static bool may(const struct choice *c, int side, int32_t i, bool remote)
-{
-    const struct pd_route_row *w = row_of(c, side, i);
-    return !w->x && !(side && remote && w->x_kv);
-}
-
 static void take(struct choice *c, int side, int32_t i)
 {
     for (int k = 0; k < c->n[side]; k++)
@@ -150,157 +122,6 @@ static void take(struct choice *c, int side, int32_t i)
     }
 }
 
-/* ---- who reaches whom ---- */
-
-/* The paths of domains as a table: the more particular ones last, the earlier of equals after the later. */
-static void survey(struct choice *c)
-{
-    const struct pd_route_rec *r = c->r;
-    struct ground *g = c->g;
-    uint32_t n = r->n_domains ? r->n_domains : 1;
-    g->any_own = false;
-    for (uint32_t i = 0; i < r->n_paths; i++)
-        g->any_own |= r->paths[i].p >= 0 || r->paths[i].d >= 0;
-    memset(g->own[0], 0, g->any_own ? r->n_p : 0);
-    memset(g->own[1], 0, g->any_own ? r->n_d : 0);
-    for (uint32_t i = 0; i < r->n_paths; i++) {
-        if (r->paths[i].p >= 0)
-            g->own[0][r->paths[i].p] = true;
-        if (r->paths[i].d >= 0)
-            g->own[1][r->paths[i].d] = true;
-    }
-    if (!(g->table = n <= PD_ROUTE_DOMAINS))
-        return;
-    for (uint32_t i = 0; i < n; i++)
-        for (uint32_t k = 0; k < n; k++)
-            g->path[i][k] = -1;
-    for (int rank = 0; rank < 3; rank++)
-        for (uint32_t at = r->n_paths; at-- > 0;) {
-            const struct pd_route_path *x = &r->paths[at];
-            if (x->p >= 0 || x->d >= 0 || (x->from >= 0) + (x->to >= 0) != rank)
-                continue;
-            for (uint32_t i = x->from < 0 ? 0 : (uint32_t)x->from; i < (x->from < 0 ? n : (uint32_t)x->from + 1); i++)
-                for (uint32_t k = x->to < 0 ? 0 : (uint32_t)x->to; k < (x->to < 0 ? n : (uint32_t)x->to + 1); k++)
-                    g->path[i][k] = (int16_t)at;
-        }
-}
-
-static bool own(const struct choice *c, int side, int32_t i) { return c->g->any_own && c->g->own[side][i]; }
-
-static int32_t path_of(const struct choice *c, int32_t p, int32_t d)
-{
-    if (!c->g->table || (c->g->any_own && (c->g->own[0][p] || c->g->own[1][d])))
-        return pd_route_path_of(c->r, p, d);
-    return c->g->path[c->r->p[p].domain][c->r->d[d].domain];
-}
-
-static bool same(const struct pd_route_row *p, const struct pd_route_row *d) { return p->at.n == d->at.n && !memcmp(p->at.p, d->at.p, p->at.n); }
-
-/* What moving the KV of so many tokens from p to d takes, us, by the policies that tell a path from another; -1: none can go. */
-static int64_t move(const struct choice *c, int32_t p, int32_t d, uint32_t tokens)
-{
-    const struct pd_route_rec *r = c->r;
-    bool priced_ways = c->policy.kind == PD_POLICY_CONDITIONAL;
-    int32_t fit = pd_route_fit_of(r, r->p[p].kin, r->d[d].kin), path = path_of(c, p, d);
-    if (same(&r->p[p], &r->d[d]) || (fit >= 0 && r->fits[fit].why.p) || (path >= 0 && r->paths[path].x))
-        return -1;
-    if (path < 0 || (!priced_ways && c->policy.kind != PD_POLICY_FIXED))
-        return 0;
-    const struct pd_route_path *x = &r->paths[path];
-    double scale = priced_ways ? c->scale : 0, ns = (double)tokens * r->input.kv_bytes / 1024 * (1 + (double)x->active);
-    return pd_spread_at(x->latency, scale) + pd_spread_at(pd_spread_times(x->kib_ns, ns / 1e3), scale) + pd_spread_at(x->sync, scale) + x->penalty_us;
-}
-
-/* The same of a pair that may, in the unit that the policy compares. Blocks: those of the prompt that p computes in the meantime. */
-static int64_t way_adds(const struct choice *c, int32_t p, int32_t d)
-{
-    const struct pd_route_row *w = &c->r->p[p];
-    int64_t us = move(c, p, d, c->r->d[d].miss_tokens);
-    if (us <= 0 || c->policy.kind != PD_POLICY_FIXED)
-        return us;
-    return w->prefill.p50 > 0 ? small((uint64_t)((double)us * w->miss_blocks / (double)w->prefill.p50 + 0.5)) : 0;
-}
-
-/* The same by d's own row, as a replay may lack p's. Blocks: those of the prompt that d computes in the meantime. */
-static int64_t way_to(const struct choice *c, int32_t p, int32_t d)
-{
-    const struct pd_route_row *w = &c->r->d[d];
-    int64_t us = move(c, p, d, w->miss_tokens);
-    if (us <= 0 || c->policy.kind != PD_POLICY_FIXED)
-        return us;
-    return w->prefill.p50 > 0 ? small((uint64_t)((double)us * w->miss_blocks / (double)w->prefill.p50 + 0.5)) : 0;
-}
-
-static void nearer(struct near *o, int64_t cost, int32_t of)
-{
-    if (cost < 0 || (o->of[1] >= 0 && cost >= o->cost[1]))
-        return;
-    int at = o->of[0] < 0 || cost < o->cost[0] ? 0 : 1;
-    o->cost[1] = at ? cost : o->cost[0];
-    o->of[1] = at ? of : o->of[0];
-    o->cost[0] = at ? o->cost[0] : cost;
-    o->of[0] = at ? o->of[0] : of;
-}
-
-/* Those of a side that may, put together. */
-static void muster(struct choice *c, int side)
-{
-    struct ground *g = c->g;
-    uint32_t rows = side ? c->r->n_d : c->r->n_p;
-    g->n[side] = 0;
-    memset(g->head[side], -1, sizeof g->head[side]);
-    for (uint32_t i = 0; i < rows; i++) {
-        const struct pd_route_row *w = row_of(c, side, (int32_t)i);
-        int16_t *head = &g->head[side][w->domain % PD_ROUTE_DOMAINS];
-        bool alone = own(c, side, (int32_t)i);
-        if (!may(c, side, (int32_t)i, true))
-            continue;
-        int32_t k = alone ? -1 : *head;
-        while (k >= 0 && (g->group[side][k].domain != w->domain || g->group[side][k].kin != w->kin))
-            k = g->group[side][k].next;
-        if (k < 0) {
-            k = g->n[side]++;
-            g->group[side][k] = (struct group){ w->domain, w->kin, { (int32_t)i, -1 }, alone ? -1 : *head, false, { { 0, 0 }, { -1, -1 } } };
-            if (!alone)
-                *head = (int16_t)k;
-        } else if (g->group[side][k].i[1] < 0)
-            g->group[side][k].i[1] = (int32_t)i;
-        g->of[side][i] = (int16_t)k;
-    }
-}
-
-/* Who gives to d at the least cost; -1: nobody may. */
-static int32_t giver_of(struct choice *c, int32_t d)
-{
-    struct ground *g = c->g;
-    struct group *o = &g->group[1][g->of[1][d]];
-    for (int i = 0; !o->known && i < g->n[0]; i++)
-        for (int k = 0; k < 2 && g->group[0][i].i[k] >= 0; k++)
-            for (int m = 0; m < 2 && o->i[m] >= 0; m++) {       /* one of them may be the worker itself */
-                int64_t cost = move(c, g->group[0][i].i[k], o->i[m], c->r->input.n_tokens);
-                if (cost < 0)
-                    continue;
-                nearer(&o->to, cost, g->group[0][i].i[k]);
-                break;
-            }
-    o->known = true;
-    return o->to.of[0] >= 0 && same(&c->r->p[o->to.of[0]], &c->r->d[d]) ? o->to.of[1] : o->to.of[0];
-}
-
-/* Which of the best D is nearest to p; -1: it reaches none. */
-static int32_t taker_of(struct choice *c, int32_t p)
-{
-    struct group *o = &c->g->group[0][c->g->of[0][p]];
-    for (int k = 0; !o->known && k < c->n[1]; k++) {
-        int32_t d = c->best[1][k];
-        uint32_t lacks = c->r->d[d].miss_tokens;
-        int64_t cost = c->r->d[d].x_kv ? -1 : move(c, o->i[0], d, lacks);
-        nearer(&o->to, cost < 0 && !c->r->d[d].x_kv && o->i[1] >= 0 ? move(c, o->i[1], d, lacks) : cost, d);
-    }
-    o->known = true;
-    return o->to.of[0] >= 0 && same(&c->r->p[p], &c->r->d[o->to.of[0]]) ? o->to.of[1] : o->to.of[0];
-}
-
 static void find_d(struct choice *c)
 {
     struct ranked top[2][PD_ROUTE_BEST];
@@ -308,10 +129,10 @@ static void find_d(struct choice *c)
     bool both = c->policy.kind == PD_POLICY_CONDITIONAL && c->local && c->remote, far_too = c->remote && (both || !c->local);
     c->n[1] = 0;
     for (uint32_t i = 0; i < c->r->n_d; i++) {
-        int32_t d = (int32_t)i, by = far_too && may(c, 1, d, true) ? giver_of(c, d) : -1;
+        int32_t d = (int32_t)i, by = far_too && may(c, 1, d, true) ? pd_reach_giver(c, d) : -1;
         for (int k = 0; k < 2; k++)             /* conditional: the best alone, and the best with KV from elsewhere; else one order for both */
             if (k ? by >= 0 : may(c, 1, d, false) && c->local)
-                n[k] = insert(top[k], n[k], PD_ROUTE_BEST, (struct ranked){ key(c, 1, d, k) + (k ? way_to(c, by, d) : 0), c->r->d[i].given, d, by });
+                n[k] = insert(top[k], n[k], PD_ROUTE_BEST, (struct ranked){ key(c, 1, d, k) + (k ? pd_reach_adds_to(c, by, d) : 0), c->r->d[i].given, d, by });
     }
     for (int k = 0; k < 2; k++)
         for (int i = 0; i < n[k] && (k || !both || i < PD_ROUTE_BEST / 2); i++) {
@@ -328,7 +149,7 @@ static int32_t drawn_d(const struct choice *c) { return c->n[1] ? c->best[1][0] 
 
 static bool gives_to(const struct choice *c, int32_t p, int32_t d)
 {
-    return d >= 0 && may(c, 0, p, true) && may(c, 1, d, true) && move(c, p, d, c->r->d[d].miss_tokens) >= 0;
+    return d >= 0 && may(c, 0, p, true) && may(c, 1, d, true) && pd_reach_move(c, p, d, c->r->d[d].miss_tokens) >= 0;
 }
 
 static void find_p(struct choice *c)
@@ -337,9 +158,9 @@ static void find_p(struct choice *c)
     int n = 0;
     c->n[0] = 0;
     for (uint32_t i = 0; c->remote && i < c->r->n_p; i++) {
-        int32_t p = (int32_t)i, to = !may(c, 0, p, true) ? -1 : c->policy.kind != PD_POLICY_RANDOM ? taker_of(c, p) : gives_to(c, p, drawn_d(c)) ? drawn_d(c) : -1;
+        int32_t p = (int32_t)i, to = !may(c, 0, p, true) ? -1 : c->policy.kind != PD_POLICY_RANDOM ? pd_reach_taker(c, p) : gives_to(c, p, drawn_d(c)) ? drawn_d(c) : -1;
         if (to >= 0)
-            n = insert(top, n, PD_ROUTE_BEST, (struct ranked){ key(c, 0, p, true) + way_adds(c, p, to), c->r->p[i].given, p, to });
+            n = insert(top, n, PD_ROUTE_BEST, (struct ranked){ key(c, 0, p, true) + pd_reach_adds(c, p, to), c->r->p[i].given, p, to });
     }
     for (int i = 0; i < n; i++)
         take(c, 0, top[i].i);
@@ -358,7 +179,7 @@ static void add(struct choice *c, int32_t p, int32_t d)
         if (w->x_kv || (fit >= 0 && r->fits[fit].why.p) || same(g, w))
             return;
     }
-    pd_pair_cost(r, p, d, p < 0 ? -1 : path_of(c, p, d), o);
+    pd_pair_cost(r, p, d, p < 0 ? -1 : pd_reach_path(c, p, d), o);
     o->score = PD_SCORE_NONE;
     r->n_pairs++;
 }
@@ -420,7 +241,7 @@ static void score(struct choice *c)
         else if (rule)
             o->score = o->p < 0 ? key(c, 1, o->d, false) : key(c, 0, o->p, true);
         else
-            o->score = (o->p < 0 ? 0 : key(c, 0, o->p, true) + way_adds(c, o->p, o->d)) + key(c, 1, o->d, o->p >= 0);
+            o->score = (o->p < 0 ? 0 : key(c, 0, o->p, true) + pd_reach_adds(c, o->p, o->d)) + key(c, 1, o->d, o->p >= 0);
     }
 }
 
@@ -650,9 +471,9 @@ static void spread_of_queues(struct choice *c)
 static int32_t find_way(struct choice *c)
 {
     if (c->remote) {
-        survey(c);
-        muster(c, 0);
-        muster(c, 1);
+        pd_reach_survey(c);
+        pd_reach_muster(c, 0);
+        pd_reach_muster(c, 1);
     }
     find_d(c);
     find_p(c);

@@ -142,6 +142,9 @@ void pd_pair_cost(const struct pd_route_rec *r, int32_t p, int32_t d, int32_t pa
     if (o->path >= 0 && r->paths[o->path].x) {
         o->x = r->paths[o->path].x;
         o->excluded = r->paths[o->path].excluded;
+    } else if (p >= 0 && pd_route_apart(&r->p[p], d)) {
+        o->x = PD_X_PATH;
+        o->excluded = pd_route_apart_words;
     }
 }
 

@@ -357,12 +357,10 @@ static void choose(struct pd_decision *o, bool heed)
     pd_decide_paths(o, heed);
     if (o->need.learn && !o->need.paths)
         pd_price_ways(o->need.learn, o);
-    do
-        if (pd_choose(&o->rec, &e) < 0) {       /* a policy without a name: nobody made one */
-            o->rec.chosen = (struct pd_route_chosen){ .any = false, .p = -1, .d = -1 };
-            o->rec.outcome = PD_WAIT_WORKER;
-        }
-    while (pd_decide_again(o, heed));
+    if (pd_choose(&o->rec, &e) < 0) {           /* a policy without a name: nobody made one */
+        o->rec.chosen = (struct pd_route_chosen){ .any = false, .p = -1, .d = -1 };
+        o->rec.outcome = PD_WAIT_WORKER;
+    }
 }
 
 /* Can anybody give KV to anybody, by this record? */

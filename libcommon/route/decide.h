@@ -66,6 +66,7 @@ struct pd_decision {
     struct pd_route_path paths[PD_ROUTE_PATHS];
     struct pd_str domains[PD_ROUTE_DOMAINS];
     char words[PD_ROUTE_PATHS][80];     /* of paths */
+    uint8_t apart[PD_MAX_CANDIDATES][PD_MAX_CANDIDATES / 8];    /* of rows */
     uint16_t domain_at[PD_TOPO_DOMAINS];        /* of the topology: 1 + its index in `domains`; 0: none yet */
 };
 /* Fills *out, which is large: keep one, zeroed before the first time. */

@@ -11,6 +11,4 @@ const struct pd_path_end *pd_decide_end(const struct pd_decision *o, struct pd_m
 struct pd_str pd_decide_domain(const struct pd_decision *o, struct pd_member *m);
 /* Fills the record's paths once its rows are there, and excludes prefill workers that reach nobody. heed: what the rule would rather not have is excluded too. */
 void pd_decide_paths(struct pd_decision *o, bool heed);
-/* There are more pairs that may not be used than a record has room for. Is the chosen one among them? Then it is told now: choose again. */
-bool pd_decide_again(struct pd_decision *o, bool heed);
 #endif

@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include "decide_in.h"
 
-enum { GUESS_BYTES = 1 << 20, SPECIAL = 24, LATE = 8, EACH = PD_ROUTE_PATHS - SPECIAL - LATE - 1, SLOTS = 4 * PD_MAX_CANDIDATES };
+enum { GUESS_BYTES = 1 << 20, SPECIAL = 32, EACH = PD_ROUTE_PATHS - SPECIAL - 1, SLOTS = 4 * PD_MAX_CANDIDATES };
 
 static struct pd_spread spread(struct pd_cost c, double least)
 {
@@ -111,7 +111,21 @@ static void find_by_key(const struct pd_decision *o, struct by_key *at)
         }
 }
 
-/* Those of single workers, which go before those of domains: of who may have the run, as many as there is room for. */
+/* One that there is no room for: that it may not be used is told in its row. false: from here on all may be. */
+static bool put_apart(struct pd_decision *o, int32_t p, int32_t d)
+{
+    struct pd_route_row *w = &o->p_rows[p];
+    struct pd_path_view v;
+    pd_paths_view(o->need.paths, pd_decide_end(o, o->p_row[p].m), pd_decide_end(o, o->d_row[d].m), GUESS_BYTES, o->need.now_us, &v);
+    if (v.x != PD_PATH_HOLD && v.x != PD_PATH_BREAKER)
+        return v.hold || (v.breaker && v.breaker->state != PD_BREAKER_CLOSED);
+    if (!w->apart.n)
+        w->apart = (struct pd_bin){ memset(o->apart[p], 0, sizeof o->apart[p]), (o->n_d + 7) / 8 };
+    o->apart[p][d / 8] |= (uint8_t)(1 << d % 8);
+    return true;
+}
+
+/* Those of single workers, which go before those of domains: of who may have the run. */
 static bool add_special(void *ctx, uint64_t p_key, uint64_t d_key)
 {
     struct special *s = ctx;
@@ -126,15 +140,18 @@ static bool add_special(void *ctx, uint64_t p_key, uint64_t d_key)
             return true;
     if (d < 0)
         return true;
+    if (r->n_paths == PD_ROUTE_PATHS)
+        return put_apart(o, p, d);
     struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, -1, -1, s->heed);
     x->p = p;
     x->d = d;
-    return r->n_paths < PD_ROUTE_PATHS - LATE;
+    return true;
 }
 
 /* Can KV go from this row to anybody? *why: what is in the way first. Of one that has no path of its own its domain tells. */
 static bool reaches(const struct pd_decision *o, uint32_t i, bool own, struct pd_member *const to[PD_ROUTE_DOMAINS], const struct pd_route_path **why)
 {
+    static const struct pd_route_path apart = { .x = PD_X_PATH };
     const struct pd_route_rec *r = &o->rec;
     uint32_t open = 0;
     *why = NULL;
@@ -142,9 +159,10 @@ static bool reaches(const struct pd_decision *o, uint32_t i, bool own, struct pd
         if (o->d_row[k].x || o->d_row[k].m == o->p_row[i].m)
             continue;
         int32_t at = pd_route_path_of(r, (int32_t)i, (int32_t)k);
-        if (at < 0 || !r->paths[at].x)
+        bool one = pd_route_apart(&o->p_rows[i], (int32_t)k);
+        if (!one && (at < 0 || !r->paths[at].x))
             return true;
-        *why = *why && (*why)->p >= 0 ? *why : &r->paths[at];
+        *why = *why && (*why)->p >= 0 ? *why : one ? &apart : &r->paths[at];
     }
     for (uint32_t k = 0; !own && k < r->n_domains; k++)
         open += to[k] != NULL;
@@ -166,7 +184,7 @@ static void strand(struct pd_decision *o, struct pd_member *const to[PD_ROUTE_DO
     const struct pd_route_rec *r = &o->rec;
     for (uint32_t i = 0; i < o->n_p; i++) {
         const struct pd_route_path *why;
-        bool own = false;
+        bool own = o->p_rows[i].apart.n > 0;
         for (uint32_t k = 0; k < r->n_paths; k++)
             own |= r->paths[k].p == (int32_t)i;
         if (o->p_row[i].x || reaches(o, i, own, to, &why) || !why)
@@ -174,7 +192,7 @@ static void strand(struct pd_decision *o, struct pd_member *const to[PD_ROUTE_DO
         o->p_row[i].x = (enum pd_excluded)why->x;
         o->p_rows[i].x = why->x;
         o->p_row[i].stranded = true;
-        o->p_row[i].detail = why->excluded.p;
+        o->p_row[i].detail = why->excluded.p ? why->excluded.p : pd_route_apart_words.p;
     }
 }
 
@@ -182,6 +200,9 @@ static bool any_x(const struct pd_route_rec *r)
 {
     for (uint32_t i = 0; i < r->n_paths; i++)
         if (r->paths[i].x)
+            return true;
+    for (uint32_t i = 0; i < r->n_p; i++)
+        if (r->p[i].apart.n)
             return true;
     return false;
 }
@@ -192,12 +213,14 @@ void pd_decide_paths(struct pd_decision *o, bool heed)
     const struct pd_topology *t = o->need.paths ? pd_paths_topology(o->need.paths) : NULL;
     struct pd_member *from[PD_ROUTE_DOMAINS], *to[PD_ROUTE_DOMAINS];
     r->n_paths = 0;
-    for (uint32_t i = 0; i < o->n_p; i++)
+    for (uint32_t i = 0; i < o->n_p; i++) {
+        o->p_rows[i].apart.n = 0;
         if (o->p_row[i].stranded) {
             o->p_row[i].x = PD_X_NO;
             o->p_rows[i].x = PD_X_NO;
             o->p_row[i].stranded = false;
         }
+    }
     if (!o->need.paths || !o->n_p)
         return;
     r->degraded |= t ? 0 : PD_DG_NO_TOPOLOGY;
@@ -232,30 +255,4 @@ void pd_decide_paths(struct pd_decision *o, bool heed)
     pd_paths_special(o->need.paths, add_special, &s);
     if (any_x(r))
         strand(o, to);
-}
-
-bool pd_decide_again(struct pd_decision *o, bool heed)
-{
-    struct pd_route_rec *r = &o->rec;
-    int32_t p = r->chosen.p, d = r->chosen.d, at = p < 0 ? -1 : pd_route_path_of(r, p, d);
-    struct pd_member *to[PD_ROUTE_DOMAINS];
-    struct pd_path_view v;
-    if (!o->need.paths || p < 0 || (at >= 0 && r->paths[at].p >= 0))
-        return false;
-    pd_paths_view(o->need.paths, pd_decide_end(o, o->p_row[p].m), pd_decide_end(o, o->d_row[d].m), GUESS_BYTES, o->need.now_us, &v);
-    if (v.x == PD_PATH_MAY || v.x == PD_PATH_DOMAIN)
-        return false;
-    if (r->n_paths == PD_ROUTE_PATHS) {         /* no room to say so of this pair */
-        o->p_row[p].x = v.x == PD_PATH_HOLD ? PD_X_HOLD : PD_X_PATH;
-        o->p_rows[p].x = o->p_row[p].x;
-        o->p_row[p].stranded = true;
-        o->p_row[p].detail = NULL;
-        return true;
-    }
-    struct pd_route_path *x = add(o, o->p_row[p].m, o->d_row[d].m, -1, -1, heed);
-    x->p = p;
-    x->d = d;
-    some(o->d_row, o->d_rows, o->n_d, to);
-    strand(o, to);
-    return true;
 }

@@ -10,6 +10,8 @@ const char *const pd_outcome_names[] = { "chosen", "wait_room", "wait_worker", "
 _Static_assert(sizeof pd_excluded_names / sizeof *pd_excluded_names == PD_X_KINDS + 1, "a name each");
 _Static_assert(1u << sizeof pd_degraded_names / sizeof *pd_degraded_names == PD_DG_ALL + 1, "a name each");
 
+const struct pd_str pd_route_apart_words = { "kept apart by a breaker or a hold", 33 };
+
 enum { MOST_ROW_BYTES = 38 << 10, ROW_BYTES = 245 };     /* of all rows; of one, beside its texts, about */
 
 #define N(t) (int)(sizeof t / sizeof *t)
@@ -61,7 +63,7 @@ static const struct pd_field row_field[] = {
     { "index_age_us", PD_F_I64, PD_FF_NZ, R(index_age_us) }, { "queue", PD_F_SPREAD, 0, R(queue) }, { "prefill", PD_F_SPREAD, 0, R(prefill) },
     { "interference", PD_F_SPREAD, 0, R(interference) }, { "slot", PD_F_SPREAD, 0, R(slot) }, { "tpot", PD_F_SPREAD, 0, R(tpot) },
     { "itl_us", PD_F_I64, PD_FF_NZ, R(itl_us) }, { "cost", PD_F_U64, PD_FF_NZ, R(cost) }, AS_WORD("x", row_x, R(x)), AS_WORD("x_kv", row_x_kv, R(x_kv)),
-    { "excluded", PD_F_STR, PD_FF_NULL | PD_FF_MEND, R(excluded) } };
+    { "excluded", PD_F_STR, PD_FF_NULL | PD_FF_MEND, R(excluded) }, { "apart", PD_F_BIN, 0, R(apart) } };
 static const struct pd_table row_table = { "row", row_field, N(row_field), -1 };
 
 #define F(m) PD_FIELD(struct pd_route_fit, m)
@@ -400,6 +402,23 @@ static void plan_rows(const struct pd_route_rec *r, struct plan *o)
 
 static int32_t moved(const struct plan *o, int side, int32_t i) { return i < 0 ? i : o->at[side][i]; }
 
+/* Whom w may not give to, by their new places, as few bytes as tell it. */
+static int thin_apart(const struct pd_route_rec *r, const struct plan *o, struct pd_arena *a, struct pd_route_row *w, struct pd_err *e)
+{
+    struct pd_bin was = w->apart;
+    uint8_t *bits = was.n ? pd_arena_alloc(a, (o->n[1] + 7) / 8 + 1, 1, e) : NULL;
+    if (was.n && !bits)
+        return PD_ENOMEM;
+    struct pd_route_row old = *w;
+    w->apart = (struct pd_bin){ NULL, 0 };
+    for (uint32_t k = 0; was.n && k < r->n_d; k++)
+        if (o->at[1][k] >= 0 && pd_route_apart(&old, (int32_t)k)) {
+            bits[o->at[1][k] / 8] |= (uint8_t)(1 << o->at[1][k] % 8);
+            w->apart = (struct pd_bin){ bits, (size_t)o->at[1][k] / 8 + 1 };
+        }
+    return 0;
+}
+
 /* r with the rows of the plan, in memory of a. */
 static int thin(const struct pd_route_rec *r, const struct plan *o, struct pd_arena *a, struct pd_route_rec *t, struct pd_err *e)
 {
@@ -424,6 +443,9 @@ static int thin(const struct pd_route_rec *r, const struct plan *o, struct pd_ar
                 *(s ? &t->lots_d : &t->lots_p) += w->drawn;
             }
         }
+    for (uint32_t i = 0; i < t->n_p; i++)
+        if (thin_apart(r, o, a, &row[0][i], e) < 0)
+            return PD_ENOMEM;
     int32_t *at = pd_arena_alloc(a, r->n_paths + 1, sizeof *at, e);
     if (!at)
         return PD_ENOMEM;
@@ -497,10 +519,23 @@ static int check_chosen(const struct pd_route_rec *r, struct pd_route_chosen *c,
     return (c->mode == PD_MODE_REMOTE) != (c->p >= 0) ? pd_fail(e, PD_ECORRUPT, "route: chosen.mode %s and its pair disagree", pd_mode_names[c->mode]) : 0;
 }
 
+static int check_apart(const struct pd_route_rec *r, struct pd_err *e)
+{
+    for (uint32_t i = 0; i < r->n_d; i++)
+        if (r->d[i].apart.n)
+            return pd_fail(e, PD_ECORRUPT, "route: d[%u].apart: it is of rows of p", i);
+    for (uint32_t i = 0; i < r->n_p; i++) {
+        struct pd_bin b = r->p[i].apart;
+        if (b.p && (!b.n || b.n > (r->n_d + 7) / 8 || !b.p[b.n - 1] || (b.n * 8 > r->n_d && b.p[b.n - 1] >> (r->n_d - 8 * (b.n - 1)))))
+            return pd_fail(e, PD_ECORRUPT, "route: p[%u].apart: there are %u rows of d, and its last byte is not 0", i, r->n_d);
+    }
+    return 0;
+}
+
 static int check(struct pd_route_rec *r, struct pd_err *e)
 {
     int rc = check_rows(r, r->p, r->n_p, "p", e);
-    if (rc || (rc = check_rows(r, r->d, r->n_d, "d", e)))
+    if (rc || (rc = check_rows(r, r->d, r->n_d, "d", e)) || (rc = check_apart(r, e)))
         return rc;
     if (!(r->temperature >= 0 && r->temperature <= 1000) || !(r->risk >= 0.5 && r->risk <= 0.999) || !(r->externality >= 0 && r->externality <= 1000) ||
         !(r->propensity >= 0 && r->propensity <= 1))

@@ -55,8 +55,11 @@ struct pd_route_row {
     uint64_t cost;                      /* blocks: what policies that go by load compare (pd_choose) */
     uint64_t x, x_kv;                   /* enum pd_excluded: from everything; from what needs KV from elsewhere (no room for staged KV) */
     struct pd_str excluded;             /* x, else x_kv, in words */
+    struct pd_bin apart;                /* of P: a bit for each row of D, the lowest first, to which no KV may go (a breaker, a hold) and of which no path tells */
     bool keep, drawn;                   /* not recorded: pd_choose went by it, so it stays in the record; `random` might have drawn it */
 };
+static inline bool pd_route_apart(const struct pd_route_row *p, int32_t d) { return (size_t)d / 8 < p->apart.n && p->apart.p[d / 8] >> d % 8 & 1; }
+extern const struct pd_str pd_route_apart_words;
 /* What KV of p's kin to d's kin needs; pairs of kins that are not listed fit as they are. */
 struct pd_route_fit { uint32_t p, d, converts /* PD_CONV_* (../kv/convert.h) */; struct pd_str why; /* they do not fit */ };
 /* How KV goes. The most particular one holds for a pair: of p and d, of their domains, of any. */

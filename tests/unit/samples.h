@@ -228,7 +228,7 @@ static inline int route_sample_encode(struct pd_buf *b, struct pd_err *e)
     struct pd_route_fit fits[] = { fit, unfit };
     struct pd_route_row p[] = { { .worker = STR("p0"), .at = STR("unix:/run/pd/p0"), .epoch = 2, .kin = 3, .hit_blocks = 1, .miss_blocks = 2, .miss_tokens = 24, .tier = STR("host"),
                                   .index = STR("events"), .runs = 1, .runs_most = 31, .queue_runs = 1, .queue_tokens = 16, .given = 9, .load_age_us = 1000, .index_age_us = 20,
-                                  .queue = { 900, 700, 0 }, .prefill = { 5000, 4000, PD_SPREAD_COLD }, .cost = 3, .keep = true },
+                                  .queue = { 900, 700, 0 }, .prefill = { 5000, 4000, PD_SPREAD_COLD }, .cost = 3, .keep = true, .apart = BIN("\1") },
                                 { .worker = STR("p1"), .at = STR("tcp:10.0.0.1:7000"), .epoch = 2, .kin = 5, .x = PD_X_FINGERPRINT, .excluded = unfit.why } };
     struct pd_route_row d[] = { { .worker = STR("d0"), .at = STR("unix:/run/pd/d0"), .epoch = 2, .domain = 1, .kin = 4, .miss_blocks = 3, .miss_tokens = 40, .foreign_runs = 2, .runs_most = 31,
                                   .seqs = 2, .seqs_most = 8, .kv_tokens = 300, .blocks = 20, .blocks_most = 1024, .queue = { 0, 0, PD_SPREAD_ALL }, .prefill = { 9000, 7000, 0 },
@@ -241,7 +241,7 @@ static inline int route_sample_encode(struct pd_buf *b, struct pd_err *e)
         .fallback = STR("prefill_worker_gone"), .policy = "threshold:512", .seed = 0x8000000000000001, .temperature = 0.5, .risk = 0.95, .externality = 1,
         .versions = { 7, 8, 9 }, .input = { .n_tokens = 40, .exact = true, .max_tokens = 64, .n = 1, .out_p50 = 32, .out_p95 = 64, .block_size = 16, .kv_bytes = 1024,
         .adapter = STR("lora"), .deadline_us = 2000000, .slo = BIN("\x81\xa7ttft_ms\xcd\x03\xe8"), .digest = { 4, 5 }, .has_digest = true, .early = true }, .epoch = 2,
-        .domains = domains, .n_domains = 2, .fits = fits, .n_fits = 2, .p = p, .n_p = 2, .d = d, .n_d = 1, .paths = paths, .n_paths = 2, .left_d[PD_X_STATE] = 3,
+        .domains = domains, .n_domains = 2, .fits = fits, .n_fits = 2, .p = p, .n_p = 2, .d = d, .n_d = 1, .paths = paths, .n_paths = 2, .left_d[PD_X_STATE] = 3, .lots_p = 2, .lots_d = 1,
         .degraded = PD_DG_APPROXIMATE | PD_DG_COLD, .outcome = PD_CHOSEN, .n_pairs = 2, .chosen = { true, PD_MODE_REMOTE, 0, 0, 1, "block_size" }, .propensity = 0.25,
         .reason = "remote, p0 to d0", .ttft = { 6000, 5000, PD_SPREAD_COLD }, .completion = { 8000, 7000, PD_SPREAD_ALL },
         .shadow = { .policy = "aggregated", .chosen = { true, PD_MODE_LOCAL, -1, 0, 0, "" }, .score = 23 } };

@@ -515,6 +515,7 @@ static struct pd_spread any_spread(int64_t most)
 enum { MANY = 400 };
 static struct pd_route_row rows[2][MANY];
 static struct pd_route_path paths[40];
+static uint8_t bits[MANY][MANY / 8];
 static struct pd_route_fit fits[20];
 static char names[2][MANY][120];
 static struct pd_str domains[6] = { S("a"), S("b"), S("c"), S("d"), S("e"), S("f") };
@@ -567,6 +568,12 @@ static void any_record(uint64_t seed)
             x.excluded = (struct pd_str)S("breaker open 3.2s");
         }
         paths[i] = x;
+    }
+    for (uint32_t i = 0; i < r.n_p; i++) {
+        size_t most = any(3) ? 0 : (r.n_d + 7) / 8;
+        for (size_t k = 0; k < most; k++)
+            bits[i][k] = (uint8_t)any(256) & (uint8_t)(k + 1 == most && r.n_d % 8 ? (1 << r.n_d % 8) - 1 : 255);
+        r.p[i].apart = (struct pd_bin){ bits[i], most };
     }
     r.n_fits = (uint32_t)any(4);
     for (uint32_t i = 0; i < r.n_fits; i++)

@@ -1,4 +1,5 @@
 /* The router's pure part: workers that are known, who may have a run and why the others may not, the choice, which pairs fit. */
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -735,6 +736,56 @@ static void no_hold_is_lost_among_many(void **state)
     pd_ledger_free(l);
 }
 
+/* Of pairs that a record has no room for as paths each is told all the same: who may not give to one decode worker gives to the others, and one look is enough. */
+static void no_pair_is_lost_among_many(void **state)
+{
+    enum { MANY = 300 };
+    struct pd_member *p[MANY], *d[3];
+    struct pd_ledger *l = NULL;
+    struct pd_ledger_read was;
+    char at[24];
+    assert_int_equal(pd_ledger_open(NULL, &l, &was, &e), 0);
+    for (int i = 0; i < MANY; i++) {
+        snprintf(at, sizeof at, "unix:/q%d", i);
+        p[i] = say((struct who)READY(at, "prefill"), 1);
+    }
+    for (int i = 0; i < 3; i++) {
+        snprintf(at, sizeof at, "unix:/d%d", i);
+        d[i] = say((struct who)READY(at, "decode"), 1);
+        d[i]->given = i ? 100 : 0;      /* all would go to the first one */
+    }
+    use_paths(racks, (struct pd_paths_opts){ .ledger = l });
+    for (int i = 0; i < MANY; i++)
+        if (i % 2)
+            transfers_fail(p[i], d[0], 3, 1000);
+        else
+            assert_int_equal(pd_ledger_hold(l, p[i]->at, d[0]->at, "integrity: block 3", 0, &e), 0);
+    for (int policy = PD_POLICY_FIXED; policy <= PD_POLICY_RANDOM; policy++)
+        for (int i = 0; i < 200; i++) {
+            struct pd_need q = need((enum pd_policy)policy);
+            q.paths = paths;
+            q.seed = (uint64_t)i * 977;
+            pd_decide(&reg, &q, &dec);
+            assert_true(dec.outcome == PD_CHOSEN && !(dec.p && dec.d == d[0]) && (policy != PD_POLICY_FIXED || dec.p));
+            for (uint32_t k = 0; k < dec.n_p; k++)
+                assert_int_equal(dec.p_row[k].x, PD_X_NO);
+            if (policy == PD_POLICY_RANDOM)
+                assert_true(fabs(dec.rec.propensity - (dec.d == d[0] ? 1.0 : !dec.p ? 1.0 / 9 : 8.0 / MANY / 9) / 3) < 1e-12);
+        }
+    assert_int_equal(decide(PD_POLICY_CONDITIONAL, 1000), PD_CHOSEN);
+    for (uint32_t k = 0; k < dec.n_p; k++) {
+        int32_t way = pd_route_path_of(&dec.rec, (int32_t)k, 0);
+        assert_true(pd_route_apart(&dec.p_rows[k], 0) || (way >= 0 && dec.paths[way].x));
+    }
+    assert_int_equal(decide(PD_POLICY_RANDOM, 1000), PD_CHOSEN);
+    d[1]->reachable = d[2]->reachable = false;
+    assert_int_equal(decide(PD_POLICY_FIXED, 1000), PD_NO_PREFILL);
+    assert_string_equal(why(p[MANY - 1]), "kept apart by a breaker or a hold");
+    pd_paths_free(paths);
+    paths = NULL;
+    pd_ledger_free(l);
+}
+
 /* Preferred is preferred: what is chosen among near ones stays, also when that is no remote way. */
 static void far_ones_are_not_asked_while_near_ones_are_there(void **state)
 {
@@ -853,7 +904,7 @@ int main(void)
         T(no_kv_crosses_epochs),
         T(room_for_the_output_counts), T(conversions_are_admitted_by_the_taker), T(fingerprints_are_let_go), T(the_matrix_names_what_differs),
 #define P(f) cmocka_unit_test_teardown(f, clean_paths)
-        P(a_domain_is_required), P(too_many_domains), P(a_breaker_keeps_a_pair_apart), P(who_is_maintained_gets_nothing), P(limits_of_room_and_fallbacks), P(no_hold_is_lost_among_many),
+        P(a_domain_is_required), P(too_many_domains), P(a_breaker_keeps_a_pair_apart), P(who_is_maintained_gets_nothing), P(limits_of_room_and_fallbacks), P(no_hold_is_lost_among_many), P(no_pair_is_lost_among_many),
         P(far_ones_are_not_asked_while_near_ones_are_there), P(no_prompt_goes_where_it_cannot_be), P(the_absent_take_no_rows),
         T(an_old_index_is_wide) };
     return cmocka_run_group_tests(tests, NULL, NULL);
