@@ -67,7 +67,7 @@ int pd_describe_times(struct pd_kvdesc *d, const struct pd_run *run, int64_t t_a
 {
     struct { const char *k; int64_t v; } f[] = {
         { "accept_us", run->t_submit - t_accept }, { "queue_us", run->t_start - run->t_submit }, { "prefill_us", run->t_first - run->t_start },
-        { "total_us", run->t_first - t_accept },
+        { "total_us", run->t_first - t_accept }, { "cached_tokens", run->n_cached },
     };
     struct pd_packer k;
     pd_pack_init(&k, t, e);

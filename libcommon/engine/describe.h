@@ -16,6 +16,6 @@ int pd_describe_plan(const struct pd_runtime *rt, struct pd_kvdesc *d, struct pd
 int pd_describe_check(const struct pd_kvdesc *d, size_t max_record, struct pd_err *e);
 /* A choice's first token, as `first` of the descriptor has it; top in mem (without memory it has none). */
 void pd_describe_first(struct pd_first *f, const struct pd_sampled *t, struct pd_arena *mem);
-/* Stage durations in us, into t (freed by the caller) and d->t: from acceptance to the first step, to the first token. */
+/* Stage durations in us, into t (freed by the caller) and d->t: from acceptance to the first step, to the first token; and the prompt's tokens that were here already. */
 int pd_describe_times(struct pd_kvdesc *d, const struct pd_run *run, int64_t t_accept, struct pd_buf *t, struct pd_err *e);
 #endif

@@ -345,7 +345,10 @@ static void put_outcome(FILE *out, const struct pd_route_rec *r, const struct pd
         fputs("; ", out);
         pd_report_plain(out, o->cause);
     }
-    fprintf(out, "; of the prompt %u tokens were held, %u came, %u were computed again\n", o->cached_tokens, o->transferred_tokens, o->recomputed_tokens);
+    fprintf(out, "; of the prompt %u tokens were held, %u came, %u were computed again", o->cached_tokens, o->transferred_tokens, o->recomputed_tokens);
+    if (o->has & PD_OC_P_CACHED)
+        fprintf(out, "; where it was prefilled %u were held, %u expected", o->p_cached_tokens, o->cached_expected);
+    putc('\n', out);
     if (!done && has)
         fputs("           it did not come as it was decided: what it took is not what was estimated\n", out);
     if (has)
@@ -437,8 +440,10 @@ static void json_outcome(FILE *out, const struct pd_route_rec *r, const struct p
     unsigned has = pd_way_took(o, took), known = done ? pd_way_expected(r, &r->pair[r->chosen.pair], want) : 0;
     const struct { const char *key; struct pd_str s; } text[] = { { "mode", str_of(o->mode) }, { "finish_reason", str_of(o->finish_reason) }, { "p", o->p }, { "d", o->d },
                                                                   { "fallback", o->fallback }, { "cause", o->cause } };
-    fprintf(out, ",\"outcome\":{\"as_decided\":%s,\"completion_tokens\":%u,\"cached_tokens\":%u,\"transferred_tokens\":%u,\"recomputed_tokens\":%u,\"migrations\":%u",
-            done ? "true" : "false", o->completion_tokens, o->cached_tokens, o->transferred_tokens, o->recomputed_tokens, o->migrations);
+    fprintf(out, ",\"outcome\":{\"as_decided\":%s,\"completion_tokens\":%u,\"cached_tokens\":%u,\"transferred_tokens\":%u,\"recomputed_tokens\":%u,\"cached_expected\":%u,\"migrations\":%u",
+            done ? "true" : "false", o->completion_tokens, o->cached_tokens, o->transferred_tokens, o->recomputed_tokens, o->cached_expected, o->migrations);
+    if (o->has & PD_OC_P_CACHED)
+        fprintf(out, ",\"p_cached_tokens\":%u", o->p_cached_tokens);
     for (size_t i = 0; i < sizeof text / sizeof *text; i++)
         if (text[i].s.n) {
             putc(',', out);

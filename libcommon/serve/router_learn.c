@@ -61,7 +61,7 @@ void pd_rt_learn_sent(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     *t = (struct pd_rt_told){ .any = rec->chosen.any, .mode = o->mode, .attempt = run->attempt, .sent_us = now };
     struct pd_buf fallback = run->took.fallback;
     fallback.n = 0;
-    run->took = (struct pd_rt_took){ -1, -1, -1, -1, -1, -1, -1, .tpot_ms = -1, .fallback = fallback };
+    run->took = (struct pd_rt_took){ -1, -1, -1, -1, -1, -1, -1, -1, .tpot_ms = -1, .fallback = fallback };
     if (!t->any)
         return;
     const struct pd_route_pair *x = &rec->pair[rec->chosen.pair];
@@ -111,6 +111,7 @@ void pd_rt_learn_published(struct pd_router *r, struct pd_rt_run *run, const str
     run->took.p_queue_us = time_in(t, "queue_us");
     run->took.p_prefill_us = time_in(t, "prefill_us");
     run->took.p_total_us = time_in(t, "total_us");
+    run->took.p_cached = time_in(t, "cached_tokens");
     if (x->has_path && !run->sign) {
         r->learning.l.path[x->path].active++;
         x->on_path = true;
@@ -203,6 +204,10 @@ static void fill(const struct pd_rt_run *run, struct pd_outcome_rec *o, int64_t 
     set(o, PD_OC_QUEUE, &o->queue_us, before);
     set(o, PD_OC_PREFILL, &o->prefill_us, remote ? k->p_prefill_us : k->prefill_us);
     set(o, PD_OC_TTFT, &o->ttft_us, ttft);
+    if (remote && k->p_cached >= 0) {
+        o->has |= PD_OC_P_CACHED;
+        o->p_cached_tokens = k->p_cached < o->prompt_tokens ? (uint32_t)k->p_cached : o->prompt_tokens;
+    }
     if (remote && k->ttft_us >= 0 && k->p_total_us >= 0)
         set(o, PD_OC_TRANSFER, &o->transfer_us, k->ttft_us > k->p_total_us ? k->ttft_us - k->p_total_us : 0);
     if (remote && streamed && k->ttft_us >= 0 && ttft >= 0)
@@ -224,7 +229,9 @@ static void learn(struct pd_router *r, const struct pd_rt_run *run, const struct
     if (!t->any || !as_meant || !whole)
         return;
     uint32_t batch = t->seqs + run->n, cached = o->cached_tokens < o->prompt_tokens ? o->cached_tokens : o->prompt_tokens;
-    uint64_t tokens = remote ? t->tokens : o->prompt_tokens - cached, context = remote ? t->context : cached;
+    bool guessed = remote && !(o->has & PD_OC_P_CACHED);        /* one that does not say what it held is taken at its word of before */
+    cached = remote ? o->p_cached_tokens : cached;
+    uint64_t tokens = guessed ? t->tokens : o->prompt_tokens - cached, context = guessed ? t->context : cached;
     int64_t prefill = o->has & PD_OC_PREFILL ? o->prefill_us : -1;
     judge(l, QUEUE, t->queue, o->has & PD_OC_QUEUE ? o->queue_us : -1);
     judge(l, TPOT, t->tpot, o->has & PD_OC_TPOT ? o->tpot_us : -1);
@@ -269,7 +276,7 @@ void pd_rt_learn_end(struct pd_router *r, struct pd_rt_run *run, const char *fin
     if (!t->any)                /* it was never sent */
         return;
     struct pd_outcome_rec o = { .t_us = pd_wall_us(), .attempt = t->attempt, .migrations = run->migrations, .p = { t->p[0] ? t->p : NULL, strlen(t->p) },
-        .d = { t->d, strlen(t->d) }, .prompt_tokens = k->prompt ? k->prompt : run->need.prompt_tokens, .cached_tokens = k->cached, .transferred_tokens = k->transferred,
+        .d = { t->d, strlen(t->d) }, .prompt_tokens = k->prompt ? k->prompt : run->need.prompt_tokens, .cached_tokens = k->cached, .cached_expected = (uint32_t)t->context, .transferred_tokens = k->transferred,
         .recomputed_tokens = k->recomputed, .completion_tokens = k->completion ? k->completion : run->choice[0].sent, .kv_bytes = k->kv_bytes,
         .waited_us = t->sent_us > run->t_accept ? t->sent_us - run->t_accept : 0 };
     memcpy(o.run, run->name, sizeof o.run);

@@ -19,7 +19,7 @@ struct pd_rt_told {
 };
 /* What the workers said of it; -1: nothing. */
 struct pd_rt_took {
-    int64_t p_queue_us, p_prefill_us, p_total_us, queue_us, prefill_us, ttft_us, kv_us;
+    int64_t p_queue_us, p_prefill_us, p_total_us, p_cached /* tokens */, queue_us, prefill_us, ttft_us, kv_us;
     double tpot_ms;
     uint64_t kv_bytes;
     uint32_t prompt, cached, transferred, recomputed, completion;

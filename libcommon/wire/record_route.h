@@ -145,7 +145,7 @@ int pd_route_encode(const struct pd_route_rec *r, struct pd_buf *b, struct pd_er
 int pd_route_decode(const void *rec, size_t n, struct pd_arena *a, struct pd_route_rec *r, struct pd_err *e);
 
 /* What a run took, by the last decision that was carried out. A number that nobody could know is absent (`has`). */
-enum { PD_OC_QUEUE = 1, PD_OC_PREFILL = 2, PD_OC_TRANSFER = 4, PD_OC_SYNC = 8, PD_OC_TTFT = 16, PD_OC_TPOT = 32, PD_OC_COMPLETION = 64, PD_OC_KV = 128 };
+enum { PD_OC_QUEUE = 1, PD_OC_PREFILL = 2, PD_OC_TRANSFER = 4, PD_OC_SYNC = 8, PD_OC_TTFT = 16, PD_OC_TPOT = 32, PD_OC_COMPLETION = 64, PD_OC_KV = 128, PD_OC_P_CACHED = 256 };
 struct pd_outcome_rec {
     char run[PD_RUN_LEN + 1];
     uint8_t op[16];                     /* of that decision */
@@ -155,6 +155,7 @@ struct pd_outcome_rec {
     struct pd_str fallback, cause;      /* "prefill_failed: ..."; of its failure */
     struct pd_str p, d;                 /* workers */
     uint32_t prompt_tokens, cached_tokens, transferred_tokens, recomputed_tokens, completion_tokens;
+    uint32_t cached_expected, p_cached_tokens;  /* of the prompt: what whoever computed it was to hold, by the decision; what p held */
     uint64_t kv_bytes;
     int64_t waited_us;                  /* at the router, before the decision */
     uint32_t has;                       /* PD_OC_*; us from here on */

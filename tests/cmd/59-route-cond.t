@@ -5,7 +5,7 @@ import socket
 import tempfile
 
 import tap
-from fake import results, Router
+from fake import D, P, results, Router, router
 from packed import msgpack
 from pdset import ARGS, Worker
 from tap import B, TINY, ok, run
@@ -71,6 +71,30 @@ ok(all(x["shadow"]["policy"] == "fixed" and x["shadow"]["chosen"]["mode"] == "re
 ok(max(len(x["pairs"]) for x in routes.values()) == 5 and
    all(x["pairs"][x["chosen"]["pair"]]["score"] <= 1.25 * min(y["score"] for y in x["pairs"] if y["score"] >= 0) for x in routes.values()), "among all ways one of the best is taken", last)
 ok("pd_shadow_total" in m and max(len(msgpack.packb(x)) for x in routes.values()) < 4000, "a record is small")
+
+
+# what a prefill worker held of a prompt is told, and learnt by: what nobody foresaw makes no prompt cheap that it does not hold
+class Held(P):
+    """100 us a token that it computes; of every other prompt it has all but the last block, and nobody knew."""
+    def answer(self, c, req):
+        n, held = len(req["token_ids"]), (len(req["token_ids"]) - 16) * (req["id"] % 2)
+        us = 100 * (n - held)
+        c.put({"pd": "kv", "v": 1, "run": req["run"], "payload": None, "t": {"queue_us": 10, "prefill_us": us, "total_us": us + 10, "cached_tokens": held}})
+
+
+class Taker(D):
+    def result(self, req, *a, **k):
+        return dict(super().result(req, *a, **k), prompt_tokens=len(req.get("token_ids", ())))
+
+
+r = router("--policy", "fixed", workers=[Held(), Taker()])
+for i in range(60):
+    r.ask({"id": i, "token_ids": [i + 1] * 512, "max_tokens": 2})
+r.stop()
+ev = r.events()
+out, last = [x for x in ev if x["pd"] == "outcome"], [x for x in ev if x["pd"] == "route"][-1]
+ok([x["p_cached_tokens"] for x in out] == [0, 496] * 30 and not any("cached_expected" in x for x in out), "an outcome tells what its prefill worker held, and what was expected of it", out[:3])
+ok(40000 < last["p"][0]["prefill"][1] < 65000, "what a prefill took is learnt by what was computed, not by what was foreseen", last["p"])
 
 for args, word in ((["--policy", "conditionall"], "conditional"), (["--policy", "threshold:0"], "threshold:512"), (["--risk", "1"], "0.999"), (["--temperature", "x"], "--temperature"),
                    (["--shadow", "fixed:3"], "--shadow"), (["--profile", "/nowhere"], "/nowhere")):

@@ -254,8 +254,8 @@ static inline int route_sample_encode(struct pd_buf *b, struct pd_err *e)
 static inline struct pd_outcome_rec sample_outcome(void)
 {
     return (struct pd_outcome_rec){ .run = RUN_A, .op = { 1, 2, 3 }, .t_us = 1796000000100000, .attempt = 2, .policy = "threshold:512", .mode = "remote", .finish_reason = "stop",
-        .fallback = STR("prefill_worker_gone"), .p = STR("p0"), .d = STR("d0"), .prompt_tokens = 40, .cached_tokens = 16, .transferred_tokens = 24, .completion_tokens = 30,
-        .kv_bytes = 24576, .waited_us = 12, .has = PD_OC_QUEUE | PD_OC_PREFILL | PD_OC_TRANSFER | PD_OC_TTFT | PD_OC_TPOT | PD_OC_COMPLETION, .queue_us = 650,
+        .fallback = STR("prefill_worker_gone"), .p = STR("p0"), .d = STR("d0"), .prompt_tokens = 40, .cached_tokens = 16, .transferred_tokens = 24, .completion_tokens = 30, .cached_expected = 16, .p_cached_tokens = 32,
+        .kv_bytes = 24576, .waited_us = 12, .has = PD_OC_P_CACHED | PD_OC_QUEUE | PD_OC_PREFILL | PD_OC_TRANSFER | PD_OC_TTFT | PD_OC_TPOT | PD_OC_COMPLETION, .queue_us = 650,
         .prefill_us = 4100, .transfer_us = 0, .ttft_us = 5100, .tpot_us = 81, .completion_us = 7449 };
 }
 
