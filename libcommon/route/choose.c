@@ -1,4 +1,5 @@
 #include "choose_in.h"
+#include "late.h"
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -523,6 +524,24 @@ static void keep_shadow(struct pd_route_rec *r, struct pd_route_chosen *s)
     s->pair = (int32_t)i;
 }
 
+/* Its KV may come yet: it is chosen, or nothing is. */
+static void or_stay(struct pd_route_rec *r)
+{
+    size_t n = strlen(r->reason);
+    if (pd_late_over(&r->late, r->ttft)) {
+        if (!r->quiet)
+            put(r->reason, sizeof r->reason, n, "; its KV has been on its way for %.1f ms, and the rest may take %.1f (P95), computing it %.1f", ms(r->late.since_us),
+                ms(r->late.rest_us), ms(r->late.local_us));
+        return;
+    }
+    r->chosen = (struct pd_route_chosen){ .any = false, .p = -1, .d = -1 };
+    r->outcome = PD_STAY;
+    r->propensity = 0;
+    r->degraded &= ~(uint32_t)(PD_DG_COLD | PD_DG_STALE);
+    r->ttft = r->completion = (struct pd_spread){ 0, 0, 0 };
+    snprintf(r->reason, sizeof r->reason, "%s", pd_outcome_names[r->outcome]);
+}
+
 static void start(struct pd_route_rec *r)
 {
     for (uint32_t i = 0; i < r->n_p; i++)
@@ -560,6 +579,8 @@ int pd_choose(struct pd_route_rec *r, struct pd_err *e)
             r->degraded |= (o->completion.marks & PD_SPREAD_COLD ? PD_DG_COLD : 0) | (o->completion.marks & PD_SPREAD_STALE ? PD_DG_STALE : 0);
         if (!r->quiet)
             words(&c, o);
+        if (r->late.any)
+            or_stay(r);
     } else {
         r->outcome = nobody(&c);
         snprintf(r->reason, sizeof r->reason, "%s", pd_outcome_names[r->outcome]);

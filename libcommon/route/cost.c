@@ -49,6 +49,12 @@ struct pd_spread pd_spread_sum(const struct pd_spread *s, int n)
 
 struct pd_spread pd_spread_times(struct pd_spread s, double by) { return (struct pd_spread){ pd_us_of((double)s.p95 * by), pd_us_of((double)s.p50 * by), s.marks }; }
 
+struct pd_spread pd_exposed(const struct pd_route_pair *o)
+{
+    int64_t over = pd_us_of((double)o->overlap_us);
+    return (struct pd_spread){ o->transfer.p95 > over ? o->transfer.p95 - over : 0, o->transfer.p50 > over ? o->transfer.p50 - over : 0, o->transfer.marks };
+}
+
 static int particular(const struct pd_route_path *x) { return 4 * (x->p >= 0) + 4 * (x->d >= 0) + (x->from >= 0) + (x->to >= 0); }
 
 int32_t pd_route_path_of(const struct pd_route_rec *r, int32_t p, int32_t d)

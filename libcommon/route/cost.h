@@ -16,6 +16,7 @@ static inline int64_t pd_spread_at(struct pd_spread s, double scale) { return s.
 static inline int64_t pd_us_of(double v) { return v > (double)PD_US_MOST ? PD_US_MOST : v > 0 ? (int64_t)(v + 0.5) : 0; }
 struct pd_spread pd_spread_sum(const struct pd_spread *s, int n);
 struct pd_spread pd_spread_times(struct pd_spread s, double by);
+struct pd_spread pd_exposed(const struct pd_route_pair *o);     /* its transfer beyond what the prefill hides */
 
 /* The path of a pair, an index of r->paths; -1: none is told. And what its kins need, of r->fits; -1: nothing. */
 int32_t pd_route_path_of(const struct pd_route_rec *r, int32_t p, int32_t d);

@@ -347,6 +347,8 @@ static void begin(struct pd_decision *o, const struct pd_need *q)
     rec->input = (struct pd_route_input){ .n_tokens = q->prompt_tokens, .exact = q->exact, .max_tokens = q->max_tokens, .n = q->n, .adapter = q->adapter,
         .deadline_us = q->deadline_us, .slo = q->slo, .local = q->local, .moves = q->like >= 0, .d_given = q->d != NULL, .early = q->early };
     rec->versions.index = q->index;
+    if (q->late)
+        rec->late = *q->late;
     if ((rec->input.has_digest = q->digest != NULL))
         memcpy(rec->input.digest, q->digest, sizeof rec->input.digest);
 }

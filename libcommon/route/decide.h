@@ -41,6 +41,7 @@ struct pd_need {
     const struct pd_member *d;          /* decode stays here (another P is looked for); or NULL */
     struct pd_paths *paths;             /* what is known of them; or NULL */
     const struct pd_limit *limit;       /* of fallbacks, when this is one; or NULL */
+    const struct pd_route_late *late;   /* local at d, if its KV is not waited for; or NULL */
     int like; const char *numerics;     /* migration: only workers whose KV and numerics are those of a fingerprint; -1: any */
 };
 

@@ -18,9 +18,8 @@ unsigned pd_way_expected(const struct pd_route_rec *r, const struct pd_route_pai
     out[PD_WT_COMPLETION] = o->completion;
     if (alone)
         return ALONE;
-    struct pd_spread sync = o->path >= 0 ? r->paths[o->path].sync : (struct pd_spread){ 0, 0, 0 }, t = o->transfer;
-    int64_t over = pd_us_of((double)o->overlap_us);
-    out[PD_WT_TRANSFER] = (struct pd_spread){ t.p95 > over ? t.p95 - over : 0, t.p50 > over ? t.p50 - over : 0, t.marks };
+    struct pd_spread sync = o->path >= 0 ? r->paths[o->path].sync : (struct pd_spread){ 0, 0, 0 };
+    out[PD_WT_TRANSFER] = pd_exposed(o);
     out[PD_WT_SYNC] = pd_spread_sum((struct pd_spread[]){ sync, d->slot }, 2);
     return BOTH;
 }

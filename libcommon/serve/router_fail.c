@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include "../base/clock.h"
 #include "../base/log.h"
+#include "../route/late.h"
 #include "router_in.h"
 
 static void remember(struct pd_rt_run *run, const struct pd_rt_worker *w)
@@ -97,7 +98,7 @@ static bool tell_d(struct pd_router *r, struct pd_rt_run *run)
     if (rc == 0)
         pd_rt_send(r, run->d);
     x.again = false;            /* to a prefill worker it is new */
-    if (rc == 0 && run->p && (rc = pd_rt_compose(r, run, &x, &e)) == 0)
+    if (rc == 0 && run->mode == PD_MODE_REMOTE && run->p && (rc = pd_rt_compose(r, run, &x, &e)) == 0)
         pd_rt_send(r, run->p);
     if (rc < 0)
         pd_rt_fail(r, run, &e);
@@ -201,17 +202,11 @@ void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, 
     d_alone(r, run, kind, why);
 }
 
-/* Its prefill worker is gone, or has failed, after it had published. Whether the KV is at its decode worker is known there alone: one that still waits is to
- * compute, one that does not passes this over. It counts as a fallback until its first token, when it is known; past their limit it begins again, KV or not. */
-void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
+/* Its decode worker computes the prompt unless it has the KV by now, which is known there alone. */
+static void compute(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
 {
     enum pd_mode was = run->mode;
     char text[360];
-    pd_member_give_back(run->p->m, run->p_share);
-    run->p_share = (struct pd_share){ 0 };
-    run->p = NULL;
-    if (run->sign || run->n_done || run->cancelling || !run->d || !may_alone(r, run, kind, why))
-        return;
     run->fall.unsure = true;
     run->fall.times++;
     snprintf(text, sizeof text, "%s: %.300s", kind, why);
@@ -221,6 +216,51 @@ void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *k
         return;
     run->mode = was;
     run->fallback.n = 0;
+}
+
+/* Its prefill worker is gone, or has failed, after it had published. Whether the KV is at its decode worker is known there alone: one that still waits is to
+ * compute, one that does not passes this over. It counts as a fallback until its first token, when it is known; past their limit it begins again, KV or not. */
+void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why)
+{
+    pd_member_give_back(run->p->m, run->p_share);
+    run->p_share = (struct pd_share){ 0 };
+    run->p = NULL;
+    if (run->sign || run->n_done || run->cancelling || !run->d || run->told.late_attempt || !may_alone(r, run, kind, why))
+        return;
+    compute(r, run, kind, why);
+}
+
+/* Its KV is late: its decode worker computes the prompt, if that is over sooner than the rest of the way may be, and before anything went out. */
+void pd_rt_kv_late(struct pd_router *r, struct pd_rt_run *run, int64_t now)
+{
+    struct pd_rt_told *t = &run->told;
+    struct pd_route_late late = { .any = true, .since_us = now - t->published_us, .way = t->way };
+    char why[160], text[200];
+    t->late_us = 0;
+    if (!run->p || !run->p_done || run->sign || run->n_done || run->delivered || run->cancelling || !run->d || run->fall.times)
+        return;
+    pd_rt_hits(r, run, now);
+    struct pd_need q = pd_rt_need_of(r, run, now);
+    q.local = true;
+    q.d = run->d->m;
+    q.late = &late;
+    pd_decide(&r->reg, &q, &r->decision);
+    enum pd_outcome got = r->decision.outcome;
+    const struct pd_route_late *l = &r->decision.rec.late;
+    int64_t until = got == PD_STAY ? pd_late_until(l) : -1;
+    if (got != PD_CHOSEN || !pd_rt_fall_at(r, run, run->d, now)) {      /* it is looked again when it would be, and not all the time, as things change */
+        t->late_us = t->published_us + (until > late.since_us + late.since_us / 4 ? until : late.since_us + late.since_us / 4 + 1);
+        return;
+    }
+    snprintf(why, sizeof why, "its KV is on its way for %.1f ms, the rest may take %.1f (P95), computing it %.1f", (double)l->since_us / 1e3, (double)l->rest_us / 1e3,
+             (double)l->local_us / 1e3);
+    pd_warn("run %s: %s; %s computes its prompt", run->name, why, pd_rt_name_of(run->d));
+    t->late_attempt = ++run->attempt;
+    pd_metric_add(r->m_retry[2], 1);
+    snprintf(text, sizeof text, "transfer_slow: %s", why);
+    pd_rt_set_text(&run->fallback, text);
+    pd_rt_note_route(r, run, why, now);
+    compute(r, run, "transfer_slow", why);
 }
 
 void pd_rt_down(struct pd_router *r, struct pd_rt_worker *w, const struct pd_err *why)

@@ -16,7 +16,7 @@
 
 #define PD_RT_TRIED 16
 enum { PD_RT_MAX_MIGRATIONS = 2, PD_RT_CANCEL_US = 1000000, PD_RT_GRACE_US = 500000, PD_RT_SWEEP_US = 10000, PD_RT_NO_P_US = 1000000,
-       PD_RT_DOUBT_US = 200000, PD_RT_MAX_BODIES = 256 << 20 };
+       PD_RT_DOUBT_US = 200000, PD_RT_LATE_US = 1000000 /* no KV is late before that: a decode worker that is busy looks like a slow path */, PD_RT_MAX_BODIES = 256 << 20 };
 
 /* A worker. */
 struct pd_rt_worker {
@@ -171,6 +171,7 @@ void pd_rt_trace_end(struct pd_router *r, struct pd_rt_run *run, enum pd_state_i
 void pd_rt_d_lost(struct pd_router *r, struct pd_rt_run *run, const char *why, bool counts);
 void pd_rt_p_lost(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why, bool another);
 void pd_rt_p_lost_late(struct pd_router *r, struct pd_rt_run *run, const char *kind, const char *why);
+void pd_rt_kv_late(struct pd_router *r, struct pd_rt_run *run, int64_t now);   /* it is time to look */
 
 /* ---- router_client.c ---- */
 extern const struct pd_conn_cb pd_rt_client_cb; /* ctx: the router */

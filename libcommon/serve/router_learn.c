@@ -83,6 +83,7 @@ void pd_rt_learn_sent(struct pd_router *r, struct pd_rt_run *run, int64_t now)
     t->interference = d->interference;
     t->transfer = x->transfer;
     t->sync = x->path < 0 ? (struct pd_spread){ 0, 0, 0 } : rec->paths[x->path].sync;
+    t->way = pd_spread_sum((struct pd_spread[]){ pd_exposed(x), t->sync, d->slot }, 3);
     t->tpot = d->tpot;
     t->ttft = rec->ttft;
     t->completion = rec->completion;
@@ -112,6 +113,9 @@ void pd_rt_learn_published(struct pd_router *r, struct pd_rt_run *run, const str
     run->took.p_prefill_us = time_in(t, "prefill_us");
     run->took.p_total_us = time_in(t, "total_us");
     run->took.p_cached = time_in(t, "cached_tokens");
+    x->published_us = now;
+    if (run->p && !run->sign && !(x->way.marks & PD_SPREAD_COLD))
+        x->late_us = now + (x->way.p95 > PD_RT_LATE_US ? x->way.p95 : PD_RT_LATE_US) + 1;
     if (x->has_path && !run->sign) {
         r->learning.l.path[x->path].active++;
         x->on_path = true;
@@ -279,6 +283,10 @@ void pd_rt_learn_end(struct pd_router *r, struct pd_rt_run *run, const char *fin
         .d = { t->d, strlen(t->d) }, .prompt_tokens = k->prompt ? k->prompt : run->need.prompt_tokens, .cached_tokens = k->cached, .cached_expected = (uint32_t)t->context, .transferred_tokens = k->transferred,
         .recomputed_tokens = k->recomputed, .completion_tokens = k->completion ? k->completion : run->choice[0].sent, .kv_bytes = k->kv_bytes,
         .waited_us = t->sent_us > run->t_accept ? t->sent_us - run->t_accept : 0 };
+    if (t->late_attempt && !strcmp(k->mode, "local")) {
+        o.attempt = t->late_attempt;
+        o.p = (struct pd_str){ NULL, 0 };
+    }
     memcpy(o.run, run->name, sizeof o.run);
     memcpy(o.op, run->op, sizeof o.op);
     snprintf(o.policy, sizeof o.policy, "%s", t->policy);

@@ -15,6 +15,9 @@ struct pd_rt_told {
     struct pd_ahead ahead;              /* of whoever computes the prompt */
     struct pd_spread queue, prefill, interference, transfer, sync, tpot, ttft, completion;
     uint32_t ttft_permille, completion_permille;        /* that these two sums were told with */
+    struct pd_spread way;               /* from its KV's publication to its first token */
+    int64_t published_us, late_us;      /* mono; late: when it is looked whether it is to be waited for, 0: never */
+    uint32_t late_attempt;              /* the decision not to; 0: there was none */
     bool on_path; int64_t on_path_until;        /* its KV counts as being on its way */
 };
 /* What the workers said of it; -1: nothing. */

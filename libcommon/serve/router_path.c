@@ -92,7 +92,7 @@ void pd_rt_lent_went(struct pd_router *r, struct pd_rt_run *run, enum pd_went we
  * client had patience for, if that was less than what was expected. */
 static bool blames_path(const struct pd_rt_run *run, struct pd_str f)
 {
-    static const char *const kinds[] = { "transfer_timeout", "kv_failed", "lease_ended", "integrity", "fingerprint_mismatch", NULL };
+    static const char *const kinds[] = { "transfer_timeout", "transfer_slow", "kv_failed", "lease_ended", "integrity", "fingerprint_mismatch", NULL };
     int i = 0;
     while (kinds[i] && (f.n < strlen(kinds[i]) || memcmp(f.p, kinds[i], strlen(kinds[i]))))
         i++;

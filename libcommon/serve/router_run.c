@@ -725,6 +725,8 @@ void pd_rt_sweep(struct pd_router *r, int64_t now)
             out_of_time(r, run, "timeouts_ms.first_token", run->first_us, now);
         else if (waits && run->none_since && now - run->none_since >= r->o.wait_us)
             block(r, run, now);
+        else if (run->told.late_us && now >= run->told.late_us)
+            pd_rt_kv_late(r, run, now);
     }
     pd_rt_end_walk(r, outer);
 }

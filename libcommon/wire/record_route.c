@@ -6,7 +6,7 @@ const char *const pd_mode_names[] = { "aggregated", "remote", "local", NULL };
 const char *const pd_excluded_names[] = { "no", "unknown", "state", "unreachable", "silent", "epoch", "tried", "adapter", "context", "fingerprint",
                                           "numerics", "stale", "maintenance", "hold", "domain", "path", "runs", "behind", "blocks", "fallbacks", NULL };
 const char *const pd_degraded_names[] = { "no_token_ids", "no_index", "approximate", "no_topology", "cold", "stale", "index_in_doubt" };
-const char *const pd_outcome_names[] = { "chosen", "wait_room", "wait_worker", "no_prefill_worker", "never", NULL };
+const char *const pd_outcome_names[] = { "chosen", "wait_room", "wait_worker", "no_prefill_worker", "never", "stay", NULL };
 _Static_assert(sizeof pd_excluded_names / sizeof *pd_excluded_names == PD_X_KINDS + 1, "a name each");
 _Static_assert(1u << sizeof pd_degraded_names / sizeof *pd_degraded_names == PD_DG_ALL + 1, "a name each");
 
@@ -266,6 +266,18 @@ static const struct pd_table estimate_table = { "estimate", estimate_field, N(es
 static void enc_estimate(const void *rec, struct pd_packer *k) { pd_fields_encode(&estimate_table, rec, false, 0, 0, k); }
 static int dec_estimate(void *rec, struct pd_bin v, struct pd_unpack *u) { return pd_fields_decode(&estimate_table, v, rec, u); }
 
+#define L(m) PD_FIELD(struct pd_route_late, m)
+static const struct pd_field late_field[] = { { "since_us", PD_F_I64, PD_FF_REQ, L(since_us) }, { "way", PD_F_SPREAD, 0, L(way) }, { "rest_us", PD_F_I64, PD_FF_REQ, L(rest_us) },
+                                              { "local_us", PD_F_I64, PD_FF_REQ, L(local_us) } };
+static const struct pd_table late_table = { "late", late_field, N(late_field), -1 };
+static void enc_late(const void *rec, struct pd_packer *k) { pd_fields_encode(&late_table, &rec_of(rec)->late, false, 0, 0, k); }
+static int dec_late(void *rec, struct pd_bin v, struct pd_unpack *u)
+{
+    struct pd_route_late *l = &((struct pd_route_rec *)rec)->late;
+    l->any = true;
+    return pd_fields_decode(&late_table, v, l, u);
+}
+
 /* Who was chosen is told by name; a reader takes the rows from the pair. */
 static void pack_chosen(const struct pd_route_rec *r, const struct pd_route_chosen *c, struct pd_packer *k)
 {
@@ -364,6 +376,7 @@ static const struct pd_field route_field[] = {
     { "chosen", PD_F_CUSTOM, PD_FF_HAS | PD_FF_NULL, E(chosen), .aux = offsetof(struct pd_route_rec, chosen.any), .enc = enc_chosen, .dec = dec_chosen },
     { "reason", PD_F_CHARS, PD_FF_REQ, E(reason) }, { "propensity", PD_F_DOUBLE, PD_FF_REQ, E(propensity) }, CUSTOM(estimate, PD_FF_ALWAYS, E(ttft)),
     CUSTOM(degraded, PD_FF_ALWAYS, E(degraded)), { "cause", PD_F_STR, PD_FF_NULL | PD_FF_MEND, E(cause) }, { "fallback", PD_F_STR, PD_FF_NULL | PD_FF_MEND, E(fallback) },
+    { "late", PD_F_CUSTOM, PD_FF_HAS, E(late), .aux = offsetof(struct pd_route_rec, late.any), .enc = enc_late, .dec = dec_late },
     { "shadow", PD_F_CUSTOM, PD_FF_COUNT, E(shadow), .aux = offsetof(struct pd_route_rec, shadow), .enc = enc_shadow, .dec = dec_shadow } };
 static const struct pd_table route_table = { "route", route_field, N(route_field), offsetof(struct pd_route_rec, extra) };
 
@@ -541,6 +554,8 @@ static int check(struct pd_route_rec *r, struct pd_err *e)
         !(r->propensity >= 0 && r->propensity <= 1))
         return pd_fail(e, PD_ECORRUPT, "route: temperature %g, risk %g, externality %g, propensity %g make no sense", r->temperature, r->risk, r->externality,
                        r->propensity);
+    if (r->late.any && (r->late.since_us < 0 || r->late.since_us > PD_US_MOST || r->late.local_us < 0))
+        return pd_fail(e, PD_ECORRUPT, "route: late: since_us or local_us makes no sense");
     for (uint32_t i = 0; i < r->n_paths; i++) {
         const struct pd_route_path *x = &r->paths[i];
         if (!below(x->p, r->n_p) || !below(x->d, r->n_d) || !below(x->from, r->n_domains) || !below(x->to, r->n_domains) || x->overlap_permille > 1000 ||
@@ -552,7 +567,7 @@ static int check(struct pd_route_rec *r, struct pd_err *e)
             return pd_fail(e, PD_ECORRUPT, "route: pairs[%u] is of rows that are not there", i);
     if ((rc = check_chosen(r, &r->chosen, e)) || (rc = check_chosen(r, &r->shadow.chosen, e)))
         return rc;
-    int o = r->chosen.any ? PD_CHOSEN : find(pd_outcome_names, PD_NEVER + 1, (struct pd_str){ r->reason, strlen(r->reason) });
+    int o = r->chosen.any ? PD_CHOSEN : find(pd_outcome_names, PD_STAY + 1, (struct pd_str){ r->reason, strlen(r->reason) });
     if (!r->chosen.any && o <= 0)
         return pd_fail(e, PD_ECORRUPT, "route: nothing is chosen, and the reason '%.40s' is not known here", r->reason);
     r->outcome = (enum pd_outcome)o;

@@ -21,7 +21,8 @@ enum pd_outcome {
     PD_WAIT_ROOM,       /* somebody may, and is full: it comes when a run ends */
     PD_WAIT_WORKER,     /* nobody may now */
     PD_NO_PREFILL,      /* fixed: somebody could decode, and no prefill worker is there, or each has failed this run */
-    PD_NEVER            /* no worker that is here could ever: an adapter or a context that none has */
+    PD_NEVER,           /* no worker that is here could ever: an adapter or a context that none has */
+    PD_STAY             /* late: its KV is waited for */
 };
 extern const char *const pd_outcome_names[];    /* NULL-ended */
 
@@ -104,6 +105,8 @@ struct pd_route_input {
     bool local, moves, d_given, early;  /* one worker does it; a stream goes on elsewhere; another p for a run that has its d; first token before verified KV */
 };
 struct pd_route_versions { uint64_t index, topology, registry; };
+/* Its KV is on its way for longer than it should be: is it computed where it is decoded instead (../route/late.h)? way: what was expected of it. */
+struct pd_route_late { bool any; int64_t since_us; struct pd_spread way; int64_t rest_us, local_us /* P95 of what is left, and of computing it (pd_choose) */; };
 struct pd_route_shadow { char policy[24]; struct pd_route_chosen chosen; int64_t score; };       /* policy "": none */
 
 struct pd_route_rec {
@@ -128,6 +131,7 @@ struct pd_route_rec {
     uint32_t left_p[PD_X_KINDS], left_d[PD_X_KINDS];    /* workers that are no rows, by why */
     uint32_t lots_p, lots_d;            /* of them, those that `random` might have drawn: P that reach the chosen D, and D */
     uint32_t degraded;                  /* PD_DG_* */
+    struct pd_route_late late;
     struct pd_route_shadow shadow;      /* another policy, without effect: its name is given, the rest is chosen */
     /* what pd_choose makes of it */
     enum pd_outcome outcome;

@@ -38,8 +38,8 @@ def play(name, *args):
     res = results(got)
     ok({x["id"]: x["tokens"] for x in res} == want and len(res) == len(REQS), f"{name}: every run gives what one process gives", [x for x in res if x["tokens"] != want[x["id"]]][:2])
     ev = r.events()
-    routes = {x["run"]: x for x in ev if x["pd"] == "route"}
     out = {x["run"]: x for x in ev if x["pd"] == "outcome"}
+    routes = {x["run"]: x for x in ev if x["pd"] == "route" and (x["run"] not in out or x["attempt"] == out[x["run"]]["attempt"])}      # one that is slow may be given up as late
     ok(set(routes) == set(out) == {x["run"] for x in res} and all(out[k]["op"] == x["op"] and out[k]["mode"] == x["chosen"]["mode"] and out[k]["d"] == x["chosen"]["d"] and
                                                                   out[k]["p"] == x["chosen"]["p"] for k, x in routes.items()), f"{name}: an outcome for each decision", (routes, out))
     by = {x["run"]: x for x in res}
@@ -54,7 +54,7 @@ def play(name, *args):
 
 routes, out, m, _ = play("random", "--policy", "random", "--seed", "3")
 modes = [x["chosen"]["mode"] for x in routes.values()]
-ok(min(modes.count("remote"), modes.count("local")) > 20 and all(0 < x["propensity"] < 1 for x in routes.values()), "random takes every way", modes)
+ok(min(modes.count("remote"), modes.count("local")) > 20 and all(0 < x["propensity"] < 1 or "late" in x for x in routes.values()), "random takes every way", modes)
 ok(len({x["seed"]["$b64"] for x in routes.values()}) == len(routes), "by a seed a decision")
 last = list(routes.values())[-1]
 p, d = last["p"][0], last["d"][0]

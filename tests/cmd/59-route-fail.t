@@ -292,6 +292,80 @@ x = run(trace("replay", "--expect-identical", r.trace))
 ok(x.returncode == 0, "which can be made again", x.stdout + x.stderr)
 checked(r, "alone", p, d)
 
+# ---- KV that is late ----
+
+class Timed(P):
+    """Publishes in 10 ms; `lost` counts those whose KV does not arrive, `slow` is how long it takes."""
+    lost, slow = 0, 0
+
+    def prefill(self, c, req):
+        c.put({"pd": "kv", "v": 1, "run": req["run"], "payload": None, "t": {"queue_us": 100, "prefill_us": 10000, "total_us": 10100, "cached_tokens": 0}})
+        if self.lost:
+            self.lost -= 1
+            return
+        time.sleep(self.slow)
+        D.by_path[req["route"]["d"]["at"]].give(req["run"], req["route"]["op"])
+
+
+class Weighed(D):
+    """deaf: what it is told on the way comes when it has the KV already."""
+    deaf = False
+
+    def result(self, req, *a, **k):
+        return dict(super().result(req, *a, **k), prompt_tokens=len(req["token_ids"]), ttft_ms=14.0, kv_bytes=1 << 20)
+
+    def decode(self, c, req):
+        if not (self.deaf and req["route"].get("again")):
+            super().decode(c, req)
+
+
+def late_set(*args, warm=40):
+    p, d = Timed(), Weighed(serve=Weighed.decode)
+    d.taken = d.whole
+    p.serve = Timed.prefill
+    r = router("--policy", "fixed", *args, workers=[p, d])
+    for i in range(warm):
+        r.ask({"id": i, "token_ids": [i + 1] * 100, "max_tokens": 3, "stream": True})
+    return p, d, r
+
+
+one = {"id": "late", "token_ids": [999] * 100, "max_tokens": 3, "stream": True}
+p, d, r = late_set()
+p.lost = 1
+t0 = time.time()
+got = r.ask(one)
+took = time.time() - t0
+x = results(got)[0]
+ok(right(got, one) and 1 < took < 5 and x["mode"] == "local" and x["fallback"].startswith("transfer_slow: its KV is on its way for"), "KV that does not come is given up when computing is sooner", (took, x))
+a, b = sorted((x for x in of(r, "route") if x["run"] == got[-1]["run"]), key=lambda x: x["attempt"])
+l = b["late"]
+ok(a["chosen"]["mode"] == "remote" and b["chosen"]["mode"] == "local" and b["attempt"] == 2 and b["fallback"].startswith("transfer_slow") and l["rest_us"] > l["local_us"] > 0 and
+   l["since_us"] > 1000000 and l["way"][0] < l["since_us"], "which is a decision, with what it went by", b)
+o = [x for x in of(r, "outcome") if x["run"] == b["run"]][0]
+ok(o["attempt"] == 2 and o["mode"] == "local" and o["p"] is None and r.ledger()["fallbacks_now"] == 0, "the outcome is of it", o)
+x = run(trace("replay", "--expect-identical", r.trace))
+ok(x.returncode == 0 and "on its way for" in why(r, b["run"])[0], "it can be made again, and is told", x.stdout + x.stderr)
+for i in range(2):
+    p.lost = 1
+    r.ask(dict(one, id=i, token_ids=[998 - i] * 100))
+ok(r.ledger()["breakers_open"] == 1, "and counts against its path", r.ledger())
+checked(r, "late", p, d)
+
+p, d, r = late_set()
+p.slow, d.deaf = 1.6, True
+got = r.ask(one)
+x = results(got)[0]
+o = [x for x in of(r, "outcome") if x["run"] == got[-1]["run"]][0]
+ok(right(got, one) and x["mode"] == "remote" and not x["fallback"] and o["attempt"] == 1 and o["mode"] == "remote" and o["p"] == p.name, "KV that comes while it is given up is used, and the outcome is of the first decision",
+   (x, o))
+checked(r, "late, and there", p, d)
+
+p, d, r = late_set(warm=3)
+p.slow = 1.6
+got = r.ask(one)
+ok(results(got)[0]["mode"] == "remote" and not any("late" in x for x in of(r, "route")), "by a guess nothing is given up", got[-1])
+checked(r, "late, cold", p, d)
+
 # ---- who registers with a record that is no good ----
 
 d = D()

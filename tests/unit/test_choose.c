@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <cmocka.h>
 #include "../../libcommon/wire/json.h"
+#include "../../libcommon/route/late.h"
 #include "route_scene.h"
 
 static struct pd_err e;
@@ -433,6 +434,46 @@ static void chances_add_up(void **state)
     }
 }
 
+/* KV that is late is given up when the rest of its way may take longer than computing all of it, as its way's tail says; not before its P95, and by no guess. The
+ * decision comes of its record alone. */
+static void late_kv_is_given_up(void **state)
+{
+    static const struct { int64_t since, p50, p95; uint32_t marks; bool over; } v[] = {
+        { 74, 60, 75, 0, false }, { 3000, 60, 75, 0, false }, { 4000, 60, 75, 0, true }, { 4000, 60, 75, PD_SPREAD_COLD, false }, { 4000, 60, 75, PD_SPREAD_STALE, true },
+        { 239, 60, 240, 0, false }, { 243, 60, 240, 0, true }, { 4000, 60, 60, 0, true }, { 3000, 60, 60, 0, false }, { 4000, 60, 5000, 0, false } };
+    for (size_t i = 0; i < sizeof v / sizeof *v; i++)
+        for (int cold = 0; cold < 2; cold++) {
+            scene("conditional");
+            r.n_p = 0;
+            r.n_d = 1;
+            r.input.local = r.input.d_given = true;
+            d[0].prefill.marks = cold ? PD_SPREAD_COLD : 0;
+            r.late = (struct pd_route_late){ .any = true, .since_us = v[i].since * MS, .way = { v[i].p95 * MS, v[i].p50 * MS, v[i].marks } };
+            assert_string_equal(way(), v[i].over && !cold ? "local d0" : "stay");
+            assert_int_equal(r.late.local_us, 1250 * MS);
+            if (v[i].over && !cold) {
+                static struct pd_route_rec now;
+                struct pd_buf one = { 0 }, two = { 0 };
+                struct pd_arena a = { 0 };
+                assert_non_null(strstr(r.reason, "its KV has been on its way for"));
+                assert_int_equal(pd_route_encode(&r, &one, &e), 0);
+                assert_int_equal(pd_route_replay(one.p, one.n, NULL, &a, NULL, &now, &two, &e), 0);
+                assert_true(one.n == two.n && !memcmp(one.p, two.p, one.n) && now.late.rest_us > 1250 * MS && now.late.since_us == v[i].since * MS);
+                pd_buf_free(&one);
+                pd_buf_free(&two);
+                pd_arena_free(&a);
+            }
+            int64_t until = pd_late_until(&r.late);
+            if (v[i].marks & PD_SPREAD_COLD)
+                assert_int_equal(until, -1);
+            else if (!cold)
+                for (int k = -2; k <= 2; k += 4) {
+                    r.late.since_us = until + k;
+                    assert_string_equal(way(), k > 0 ? "local d0" : "stay");
+                }
+        }
+}
+
 static void ties_are_stable(void **state)
 {
     const char *of[] = { "aggregated", "fixed", "conditional", "threshold", "llmd", "dynamo" };
@@ -651,7 +692,7 @@ int main(void)
         cmocka_unit_test(load_policies_go_by_blocks), cmocka_unit_test(rules_are_as_published), cmocka_unit_test(what_stands_in_the_way),
         cmocka_unit_test(those_that_reach_nobody_are_passed_over), cmocka_unit_test(those_that_nobody_reaches_hide_no_other),
         cmocka_unit_test(the_near_one_is_found), cmocka_unit_test(who_gives_need_not_be_there),
-        cmocka_unit_test(chance_is_told_as_it_is), cmocka_unit_test(chances_add_up), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),
+        cmocka_unit_test(chance_is_told_as_it_is), cmocka_unit_test(chances_add_up), cmocka_unit_test(late_kv_is_given_up), cmocka_unit_test(ties_are_stable), cmocka_unit_test(chance_is_seeded),
         cmocka_unit_test(a_shadow_changes_nothing), cmocka_unit_test(a_record_gives_the_same_choice_and_bytes), cmocka_unit_test(what_makes_no_sense_is_refused) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
