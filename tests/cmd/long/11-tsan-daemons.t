@@ -2,8 +2,8 @@
 # The daemons under ThreadSanitizer: workers and router, whole runs, failures, cancels. A race that is seen ends a daemon with status 66, which its test notices.
 cd "$(dirname "$0")/../../.." || exit 1
 [ -z "${V-}" ] || { echo "1..0 # SKIP made from the plain build alone"; exit 0; }
-suites="56-worker 58-route-fixed 59-pd 59-pdfaults"
-echo "1..5"
+suites="56-worker 58-route-fixed 59-pd 59-pdfaults 59-route-cond 59-route-fail"
+echo "1..7"
 rc=0 n=1
 mkdir -p build/tests
 if make -s -j2 V=tsan all >build/tests/tsan-daemons-build.log 2>&1; then
