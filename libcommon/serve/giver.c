@@ -189,9 +189,12 @@ static int admit(void *ctx, struct pd_desk_run *dr, struct pd_err *e)
     r->g = g;
     r->s.n_ids = dr->in.req.n_token_ids;
     int rc = sum_of(&dr->in.req, &r->sum, e);
+    struct pd_timeouts limits;
+    rc = rc ? rc : pd_timeouts_read(&dr->in.req, &limits, e);
     rc = rc ? rc : pd_gv_peer_of(g, dr->route.d.at, &r->peer, e);
     if (rc < 0)
         return rc;
+    r->transfer_us = limits.transfer;
     r->peer->n_runs++;
     memcpy(r->op, dr->route.op, sizeof r->op);
     r->in = dr->in;

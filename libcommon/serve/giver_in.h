@@ -30,6 +30,7 @@ struct pd_gv_run {
     bool moved_on;              /* it is that of an attempt before this one */
     int64_t t_offer;            /* first, in this attempt */
     uint32_t n_lost;            /* connections that were lost while it was on its way, in this attempt; in place: since it was verified */
+    int64_t transfer_us, until; /* timeouts_ms.transfer, 0: none; when it is over here, from its acceptance on */
     uint64_t had, sent, wire;   /* in this attempt: bytes that the decode worker had before it; that went over connections since lost, and how many as coded */
     bool in_place;              /* its decode worker, this process, reads it here; */
     int32_t reader; uint64_t reader_start;

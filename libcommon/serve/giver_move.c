@@ -4,7 +4,7 @@
 #include "giver_in.h"
 
 enum { REACH_US = 2000000 /* to reach a decode worker */, AGAIN_US = 20000, AGAIN_MOST_US = 500000,
-       LOST_MOST = 4 /* connections that one KV may lose */ };
+       LOST_MOST = 4 /* connections that one KV may lose */, GRACE_US = 1000000 /* past timeouts_ms.transfer: the decode worker, who counts too, is to speak first */ };
 
 /* ---- one hand-over ---- */
 
@@ -35,6 +35,7 @@ void pd_gv_try(struct pd_giver *g, struct pd_gv_run *r)
     if (!r->n_lost) {
         r->t_offer = pd_mono_us();
         r->had = r->plan.bytes;
+        r->until = 0;
         r->sent = r->wire = 0;
         pd_gv_step(g, r, PD_ST_KV_TRANSFER_STARTED, 0, NULL, r->lease);
     }
@@ -251,6 +252,9 @@ void pd_gv_on_link(void *ctx, struct pd_link *k, const struct pd_xfer_event *ev)
         break;
     case PD_XE_ACCEPTED:
         r->in_place = pd_give_in_place(ev->move, &r->reader, &r->reader_start);
+        if (r->transfer_us && !r->until)
+            r->until = pd_mono_us() + r->transfer_us + GRACE_US;
+        pd_give_until(ev->move, r->until);      /* its peer may say nothing any more, with its connection standing */
         if (r->plan.bytes - ev->bytes < r->had)         /* after a lost connection it has what came by that, too */
             r->had = r->plan.bytes - ev->bytes;
         break;

@@ -181,6 +181,7 @@ int pd_give_finish(struct pd_move *m, const struct pd_kvdesc *kv, struct pd_err 
     return 0;
 }
 
+void pd_give_until(struct pd_move *m, int64_t deadline) { m->deadline = deadline; }
 const struct pd_plan *pd_give_plan(const struct pd_move *m) { return &m->plan; }
 uint64_t pd_give_wire(const struct pd_move *m) { return m->wire; }
 

@@ -107,6 +107,7 @@ int pd_give(struct pd_xfer *x, const struct pd_give *g, int64_t now, struct pd_m
 void pd_give_ready(struct pd_move *m, uint32_t chunk0, uint32_t n);     /* these chunks are complete in the pool */
 /* All chunks are; kv: the offer's descriptor with `first` and `t`. Publishes the lease. */
 int pd_give_finish(struct pd_move *m, const struct pd_kvdesc *kv, struct pd_err *e);
+void pd_give_until(struct pd_move *m, int64_t deadline);        /* another deadline than pd_give said */
 const struct pd_plan *pd_give_plan(const struct pd_move *m);
 uint64_t pd_give_wire(const struct pd_move *m);                 /* bytes of payload that went over the connection, or beside it, coded as they went; shm: none */
 bool pd_give_in_place(const struct pd_move *m, int32_t *pid, uint64_t *start);  /* the peer reads it where it lies; who that is, as pd_xfer_opts has it */

@@ -8,6 +8,7 @@ import time
 
 import tap
 from pdset import Router, Scene, reqs, results, ulid, whole, why
+from relay import Relay
 
 LONG = dict(prompt="A long tale of a fox " * 8, max_tokens=60, ignore_eos=True, temperature=0.7, seed=9)
 FILTER = whole(reqs(20))
@@ -83,6 +84,25 @@ for r in runs:
 s.ok(s.R.wait(runs) and results(s.R, runs) == FILTER and {s.R.result(r)["mode"] for r in runs} == {"remote"}, "moved there", why(s.R, runs))
 s.ok(P.ledger()["steps"] == steps, "without a second prefill", (steps, P.ledger()))
 s.end()
+
+# The decode worker has accepted, and from then on nothing passes in either direction, while the connection stands: each side ends it by itself, at its timeout.
+for via in ("inline", "shm"):
+    s = Scene(f"{via}: accepted, and then not a word")
+    P, D = s.P("--via", via), s.D("--via", via)
+    s.R.wait([s.R.remote(reqs(1)[0], P, D)])
+    y = Relay(os.path.join(s.dir, "relay"), D, hold=b"accept")
+    since = time.monotonic()
+    runs = [s.R.request(q) for q in reqs(1, timeouts_ms={"transfer": 500}, cache_salt="not held")]
+    s.R.event(runs[0]["run"], "route_selected")
+    for w in (D, P):
+        s.R.to(w).send(s.R.route(runs[0], "remote", P, y))
+    s.ok(s.R.wait(runs, seconds=20) and results(s.R, runs).items() <= FILTER.items() and all((s.R.result(r)["fallback"] or "").startswith("transfer_timeout") for r in runs),
+         "it computes the prompt itself", why(s.R, runs))
+    good, g = P.until({"moves": 0, "leases_live": 0, "blocks_leased": 0}, 8)
+    s.ok(good and time.monotonic() - since < 10 and g["not_given"] == 1, "its giver has done with it too", g)
+    y.held = False
+    y.close()
+    s.end()
 
 s = Scene("decode worker killed, and nobody wants its KV")
 P, D = s.P("--lease", "1s"), s.D()

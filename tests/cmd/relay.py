@@ -11,9 +11,11 @@ from pdset import msgpack
 
 class Relay:
     """cuts: for the 1st, 2nd, ... transfer connection (direction, bytes): it ends when so many have been passed on that way, "out" (prefill to decode) or "back".
-    None, or past the end of the list: it is left alone. absent: how long after a cut nobody listens, seconds; None: until open()."""
+    None, or past the end of the list: it is left alone. absent: how long after a cut nobody listens, seconds; None: until open(). hold: once these bytes have come
+    back, nothing more is read or passed on, of no connection, and all of them stand."""
 
-    def __init__(self, path, to, cuts=(), absent=0):
+    def __init__(self, path, to, cuts=(), absent=0, hold=None):
+        self.hold, self.held = hold, False
         self.path, self.to, self.cuts, self.absent = path, to, list(cuts), absent
         self.at = "unix:" + path
         self.p, self.name = to.p, to.name
@@ -98,6 +100,9 @@ class Relay:
                 d = b""
             if not d:
                 break
+            while self.held:
+                time.sleep(0.02)
+            self.held |= self.hold is not None and way == "back" and self.hold in d
             fds = array.array("i")
             for level, kind, data in anc:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
