@@ -325,6 +325,45 @@ static void after_the_fence(void **state)
     }
 }
 
+/* The taker accepts when the lease has ended meanwhile: its time is over and no sweep came by, or one did; or it was revoked and freed. Nothing is sent. */
+static void accepted_too_late(void **state)
+{
+    EACH_WAY (y)
+        for (int how = 0; how < 3; how++) {
+            struct xf w;
+            struct pd_err e;
+            int fds = fds_of();
+            way_open(&w, y);
+            w.manual = true;
+            way_give(&w, y, false);
+            hold_back(&w);
+            while (xf_feed_one(&w, true)) {}
+            xf_events(&w);
+            assert_int_equal(pd_take(w.tm, &w.take, w.now, &e), 0);
+            way_finish(&w);
+            size_t sent = pd_xfer_counts(w.g).bytes_out;
+            if (how == 2)
+                pd_leases_revoke_all(w.leases, "its blocks are needed", w.now);
+            else
+                w.now += PD_LEASE_TTL_US + 1;
+            if (how == 1)
+                pd_leases_sweep(w.leases, w.now);
+            xf_events(&w);
+            xf_pump(&w);
+            w.now += 1000001;           /* what a cancel waits for at most */
+            pd_xfer_tick(w.g, w.now);
+            pd_xfer_tick(w.t, w.now);
+            xf_pump(&w);
+            if (!pd_xfer_open(w.g) || !pd_xfer_open(w.t) || w.got[1][PD_XE_TAKEN] || w.got[0][PD_XE_ACCEPTED] || w.gm || w.tm ||
+                w.got[0][PD_XE_FAILED] + w.got[0][PD_XE_CANCELLED] != 1 || w.got[1][PD_XE_FAILED] + w.got[1][PD_XE_CANCELLED] != 1 ||
+                pd_xfer_counts(w.g).bytes_out - sent > w.f.plan.bytes / 2)
+                SAY(y, "an accept too late", "%d: %s; %s", how, w.last[0].err.msg, w.last[1].err.msg);
+            assert_int_equal(pd_pool_stats(w.pool).used, 0);
+            way_again(&w, y, "an accept too late");
+            done_with(&w, fds);
+        }
+}
+
 /* ---- who may write ---- */
 
 /* A stream by the bytes of another one: with no key, with a key that is not known any more, with another by the same name; and one that was recorded. */
@@ -719,7 +758,7 @@ int main(void)
     if (getenv("RDMA_VM"))
         first_way = last_way = RDMA;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(damaged), cmocka_unit_test(lost_commit), cmocka_unit_test(doubled_commit), cmocka_unit_test(stale_generation), cmocka_unit_test(after_the_fence),
+        cmocka_unit_test(damaged), cmocka_unit_test(lost_commit), cmocka_unit_test(doubled_commit), cmocka_unit_test(stale_generation), cmocka_unit_test(after_the_fence), cmocka_unit_test(accepted_too_late),
         cmocka_unit_test(keys), cmocka_unit_test(wrong_place), cmocka_unit_test(forged_where), cmocka_unit_test(stopped), cmocka_unit_test(cut_at_byte_k), cmocka_unit_test(no_room),
         cmocka_unit_test(flood), cmocka_unit_test(slow), cmocka_unit_test(killed), cmocka_unit_test(frozen),
     };
