@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
+#include <unistd.h>
 #include "../base/clock.h"
 #include "../base/fault.h"
 #include "rdma_dev.h"
@@ -334,8 +336,14 @@ struct ibv_mr *pd_rdma_region(struct pd_rdma_qp *q, void *at, size_t n, struct p
 
 int pd_rdma_try(struct pd_rdma_qp *q, bool giving, const struct pd_pool *pool, struct pd_err *e)
 {
-    size_t n = pd_pool_slab_bytes(pool);
+    size_t n = pd_pool_slab_bytes(pool), page = (size_t)sysconf(_SC_PAGESIZE);
+    struct rlimit l;
     int rc = 0;
+    /* What a limit allows is not tried, and of the rest as much as shows that the limit does not hold for us: hello waits for this. */
+    if (!getrlimit(RLIMIT_MEMLOCK, &l) && l.rlim_cur < n)
+        n = ((size_t)l.rlim_cur / page + 1) * page < n ? ((size_t)l.rlim_cur / page + 1) * page : n;
+    else
+        n = n < page ? n : page;
     pthread_mutex_lock(&lock);
     bool known = n <= q->dev->tried;
     pthread_mutex_unlock(&lock);

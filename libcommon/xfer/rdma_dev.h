@@ -38,7 +38,7 @@ const char *pd_rdma_gid_text(const uint8_t gid[16], char out[64]);      /* "10.9
 void pd_rdma_shun(const uint8_t gid[16]);
 int64_t pd_rdma_shunned(const uint8_t gid[16]);
 
-/* Can memory for that pool be registered, a slab of it? Else *e says why: the limit of locked memory, as a rule, which cannot be told from its number alone. */
+/* Can memory for that pool be registered, a slab of it? Else *e says why: the limit of locked memory, which does not hold for everybody, so that it is tried. */
 int pd_rdma_try(struct pd_rdma_qp *q, bool giving, const struct pd_pool *pool, struct pd_err *e);
 /* Memory of a pool from which queue pairs that give write: registered slab by slab, for as long as one of them uses it. */
 struct pd_rdma_source;
