@@ -14,7 +14,7 @@ import threading
 import time
 
 import tap
-from kvs import key, kvsend, made, start
+from kvs import have_met, key, kvsend, made, start
 from pdset import msgpack
 from tap import B, decode, lines, ok, prefill, records, results, run
 
@@ -131,7 +131,8 @@ fifo_r, fifo_w = os.pipe()
 t = start(kvsend("--connect-timeout", "20s", "-o", f"unix:{tmp}/x"), stdin=fifo_r)
 half = KV.index(b"\xa2kv", len(KV) // 2)
 os.write(fifo_w, KV[:60000])
-time.sleep(3 if os.environ.get("V") in ("asan", "tsan") else 0.3)       # they have met
+have_met(f"{tmp}/x", t)
+time.sleep(0.3)
 rx[0].kill()
 rx[0].wait()
 rx.append(start(kvsend("--via", "inline", "-i", f"unix-listen:{tmp}/x")))
@@ -267,6 +268,7 @@ for victim in ("sender", "receiver"):
             t.stdin.flush()
         except BrokenPipeError:
             pass
+        have_met(f"{tmp}/k", t)
         time.sleep(0.15)
         (t if victim == "sender" else r).kill()
         if victim == "receiver":

@@ -1,7 +1,7 @@
 """What the tests of pd-kvsend begin with: its command line, a process of it, KV of 60 runs, and what decode makes of a stream."""
 import subprocess
 
-from tap import B, decode, lines, prefill, results, run
+from tap import B, decode, lines, prefill, results, run, wait_for
 
 
 def kvsend(*args):
@@ -19,3 +19,8 @@ def made():
 
 def key(kv):
     return {r["id"]: (tuple(r["tokens"]), r["fallback"]) for r in results(run(decode("--format", "json"), kv).stdout) if r["finish_reason"] != "error"}
+
+
+def have_met(path, p):
+    """p and the end that listens at path: one connection to it stands."""
+    wait_for(p, lambda: any(x.split()[5:6] == ["03"] and x.rstrip().endswith(path) for x in open("/proc/net/unix")))
