@@ -6,6 +6,7 @@ A page's examples are the literal displays of its EXAMPLES section; the README's
 The tutorial is one example: all of its displays, one after the other."""
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,7 @@ for page in sorted(os.listdir("man")):
     else:
         examples += list(of_page(path))
 examples += list(of_readme("README.md"))
+LIMIT = 1200 if os.environ.get("V") else 300         # s; one of them measures a whole model
 print(f"1..{len(examples)}", flush=True)
 failed = 0
 for i, (where, text) in enumerate(examples, 1):
@@ -61,10 +63,16 @@ for i, (where, text) in enumerate(examples, 1):
     with tempfile.TemporaryDirectory() as tmp:
         env = dict(os.environ, M=model, B=B, PATH=f"{B}/bin:{os.environ['PATH']}:{os.getcwd()}/scripts", HDF5_PLUGIN_PATH=f"{B}/hdf5-plugin")
         # `wait` at the end gives the last status of a background job away, so let every failure end the example
-        r = subprocess.run(["bash", "-eu", "-o", "pipefail", "-c", text], cwd=tmp, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
-    ok = r.returncode == 0 and r.stdout.strip()
+        p = subprocess.Popen(["bash", "-eu", "-o", "pipefail", "-c", text], cwd=tmp, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             start_new_session=True)
+        try:
+            out, err = p.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(p.pid, signal.SIGKILL)        # all of it: an example has several processes
+            out, err = p.communicate()
+    ok = p.returncode == 0 and out.strip()
     failed += not ok
     print(f"{'ok' if ok else 'not ok'} {i} - {where}", flush=True)
     if not ok:
-        sys.stderr.write(f"{where}: status {r.returncode}\n{text}\n{r.stdout.decode(errors='replace')[-1500:]}\n{r.stderr.decode(errors='replace')[-2000:]}\n")
+        sys.stderr.write(f"{where}: status {p.returncode}\n{text}\n{out.decode(errors='replace')[-1500:]}\n{err.decode(errors='replace')[-2000:]}\n")
 sys.exit(failed > 0)
