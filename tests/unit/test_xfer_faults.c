@@ -325,21 +325,27 @@ static void after_the_fence(void **state)
     }
 }
 
+/* An offer by way y is there, and taken: the accept is made, and not on its way yet. */
+static void way_accept(struct xf *w, enum way y)
+{
+    struct pd_err e;
+    way_open(w, y);
+    w->manual = true;
+    way_give(w, y, false);
+    hold_back(w);
+    while (xf_feed_one(w, true)) {}
+    xf_events(w);
+    assert_int_equal(pd_take(w->tm, &w->take, w->now, &e), 0);
+}
+
 /* The taker accepts when the lease has ended meanwhile: its time is over and no sweep came by, or one did; or it was revoked and freed. Nothing is sent. */
 static void accepted_too_late(void **state)
 {
     EACH_WAY (y)
         for (int how = 0; how < 3; how++) {
             struct xf w;
-            struct pd_err e;
             int fds = fds_of();
-            way_open(&w, y);
-            w.manual = true;
-            way_give(&w, y, false);
-            hold_back(&w);
-            while (xf_feed_one(&w, true)) {}
-            xf_events(&w);
-            assert_int_equal(pd_take(w.tm, &w.take, w.now, &e), 0);
+            way_accept(&w, y);
             way_finish(&w);
             size_t sent = pd_xfer_counts(w.g).bytes_out;
             if (how == 2)
@@ -437,13 +443,7 @@ static void wrong_place(void **state)
             struct pd_accept r;
             struct pd_buf b = { 0 };
             int fds = fds_of();
-            way_open(&w, y);
-            w.manual = true;
-            way_give(&w, y, false);
-            hold_back(&w);
-            while (xf_feed_one(&w, true)) {}
-            xf_events(&w);
-            assert_int_equal(pd_take(w.tm, &w.take, w.now, &e), 0);
+            way_accept(&w, y);
             size_t before = w.to_g.n;
             xf_flush(&w, true);
             assert_int_equal(pd_accept_decode(w.to_g.p + before, w.to_g.n - before, &a, &r, &e), 0);
