@@ -67,7 +67,7 @@ static void on_up(void *ctx, struct pd_upstream *u)
 {
     struct pd_rt_worker *w = pd_upstream_user(u);
     w->m->reachable = true;
-    w->m->behind = false;
+    w->m->behind = w->brought = false;
     w->m->life++;
     pd_rt_dispatch(ctx);
 }

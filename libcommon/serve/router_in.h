@@ -27,6 +27,7 @@ struct pd_rt_worker {
     struct pd_rt_feed feed;
     bool named;                 /* by --worker: never forgotten */
     bool draining, told_silent;
+    bool brought;               /* its connection has brought it a request: before that a cancel would make it one that only asks, and no request is taken on it */
     bool same_tokens, same_chat, told_text;     /* its tokenizer is ours, and its chat template too; told: it is not */
     struct pd_rt_worker *next;
 };

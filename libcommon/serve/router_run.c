@@ -169,6 +169,7 @@ void pd_rt_send(struct pd_router *r, struct pd_rt_worker *w)
     struct pd_err e;
     pd_upstream_put(w->u, r->scratch.p, r->scratch.n, &e);     /* a connection that fails now ends, and `down` does the rest */
     w->m->behind = pd_upstream_full(w->u);
+    w->brought = true;
 }
 
 void pd_rt_send_cancel(struct pd_rt_worker *w, const struct pd_rt_run *run, const char *cause)
@@ -177,7 +178,7 @@ void pd_rt_send_cancel(struct pd_rt_worker *w, const struct pd_rt_run *run, cons
     struct pd_buf b = { 0 };
     struct pd_err e;
     memcpy(c.run, run->name, sizeof c.run);
-    if (pd_cancel_encode(&c, &b, &e) == 0)
+    if (w->brought && pd_cancel_encode(&c, &b, &e) == 0)
         pd_upstream_put(w->u, b.p, b.n, &e);    /* lost with the connection, as the run is then */
     pd_buf_free(&b);
 }
